@@ -23,9 +23,9 @@ PYTEST := $(BIN)/pytest $(WORKERS)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-# The numbers, the kernels, the functions and the modules: what a change of an encoding needs.
+# The numbers, the ops, the functions and the modules: what a change of an encoding needs.
 test-core: $(INSTALLED)
-	$(PYTEST) -m "not slow" tests/numerics tests/kernels tests/functional tests/nn
+	$(PYTEST) -m "not slow" tests/numerics tests/ops tests/functional tests/nn
 
 # The slow tests too, and ten times the property-test examples.
 test-all: $(INSTALLED)
@@ -59,18 +59,17 @@ format: $(INSTALLED)
 SANITIZED := build/sanitized
 sanitize: $(INSTALLED)
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/posenc $(SANITIZED)
-	rm -f $(SANITIZED)/posenc/kernels/native/*.so
+	rm -f $(SANITIZED)/posenc/ops/native/*.so
 	gcc -std=c99 -O1 -g -fexceptions -fsanitize=address,undefined -fno-sanitize-recover=undefined -fPIC -shared \
 	  -I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['include'])") \
-	  src/posenc/kernels/native/native.c -o $(SANITIZED)/posenc/kernels/native/_native.abi3.so -ldl -lm
+	  src/posenc/ops/native/native.c -o $(SANITIZED)/posenc/ops/native/_native.abi3.so -ldl -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
-	  $(BIN)/python -m pytest tests/kernels/test_outputs.py tests/kernels/test_norm.py \
-	  tests/kernels/test_c.py tests/kernels/test_rotate.py tests/kernels/test_ops.py tests/kernels/test_polar.py \
-	  -k "outputs or ops and not opcheck or c and not triton and not opcheck"
+	  $(BIN)/python -m pytest $(addprefix tests/ops/rotation/test_, outputs.py norm.py c.py rotate.py ops.py polar.py) \
+	  -k "outputs or test_ops and not opcheck or c and not triton and not opcheck"
 
 # What the demo needs: torch, and what the `posenc` command draws and prints with.
-$(DEMO): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/native/*.[ch])
+$(DEMO): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/ops/*/*.[ch])
 	test -x $(BIN)/python || { $(PYTHON) -c $(IS_NEW) && $(PYTHON) -m venv .venv; }
 	$(INSTALL) -e '.[cli]'
 	touch $@

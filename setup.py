@@ -11,7 +11,7 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-SOURCE = "src/posenc/kernels/native/"
+SOURCE = "src/posenc/ops/native/"
 WANTED = os.environ.get("POSENC_EXTENSION", "optional")
 if WANTED not in ("required", "optional", "none"):
     raise SystemExit(f"setup.py: POSENC_EXTENSION is required, optional or none, not {WANTED!r}")
@@ -29,9 +29,9 @@ class StableAbiWheel(bdist_wheel):
 
 
 EXTENSION = Extension(
-    "posenc.kernels.native._native",
+    "posenc.ops.native._native",
     [SOURCE + "native.c"],
-    depends=sorted(glob.glob(SOURCE + "*.h")),
+    depends=sorted(glob.glob("src/posenc/ops/*/*.h")),
     extra_compile_args=[]
     if sys.platform == "win32"
     else ["-std=c99", "-O3", "-fexceptions", "-ffp-contract=fast", "-fno-trapping-math"],

@@ -70,7 +70,7 @@ def pytest_configure(config):
         # Other releases deprecate what those that are pinned still call among themselves.
         config.addinivalue_line("filterwarnings", f"default:::{OTHERS}")
     if config.getoption("--isa"):
-        from posenc.kernels.native import _native
+        from posenc.ops.native import _native
 
         _native.set_isa(config.getoption("--isa"))
 

@@ -157,7 +157,7 @@ def test_dir_of_a_public_module_shows_public_names_only():
 
 FRESH = """
 import sys
-sys.modules["triton"] = sys.modules["posenc.kernels.native._native"] = None
+sys.modules["triton"] = sys.modules["posenc.ops.native._native"] = None
 import torch
 torch_brought = set(sys.modules)
 import posenc

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any
 
 from posenc import attention, axes, cache, functional, nn, positions, scaling
-from posenc.kernels import backends
 from posenc.nn import (
     FIRE,
     KERPLE,
@@ -36,6 +35,7 @@ from posenc.nn import (
     XPos,
     rope_layers,
 )
+from posenc.ops import backends
 
 __all__ = [
     "FIRE",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode
-from posenc.kernels import LARGEST, Store
-from posenc.kernels.cache import store
+from posenc.ops import LARGEST, Store
+from posenc.ops.cache.cache import store
 
 __all__ = ["OutOfPages", "PagedCache"]
 __dir__ = __all__.copy

@@ -56,9 +56,9 @@ def test_a_kernel_is_compiled_from_a_description_of_its_arguments(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_kernel_is_loaded_and_run():
     from posenc._contract import triton_private
-    from posenc.kernels.plan import Launch, plan_of
-    from posenc.kernels.rotation import rotate_op
-    from posenc.kernels.triton import execute
+    from posenc.ops import execute
+    from posenc.ops.plan import Launch, plan_of
+    from posenc.ops.rotation.rotation import rotate_op
 
     x, table = torch.ones(1, 1, 2, 8, device="cuda"), torch.zeros(2, 4, device="cuda")
     plan = plan_of(

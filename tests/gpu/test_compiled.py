@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 import posenc
 from oracles import tables
 from posenc.functional import qk_norm_rope
-from posenc.kernels.rotation import norm_rotate_qk_op, rotate_qk_op
+from posenc.ops.rotation.rotation import norm_rotate_qk_op, rotate_qk_op
 
 CUDA = "cuda"
 # Biases that are more than a number for each distance.

@@ -12,12 +12,13 @@ import posenc
 from oracles import tables
 from posenc.attention import DistanceTable, RunningSum, Slopes, biased_attention_with_lse
 from posenc.functional import qk_norm_rope, rotate_and_cache
-from posenc.kernels import Rows, Spec, native, reference, triton
+from posenc.ops import Rows, Spec, execute, native
+from posenc.ops.rotation import reference
 
 CUDA = "cuda"
 # An extension that is there, but finds no driver or lacks a function of torch, fails these tests.
 pytestmark = pytest.mark.skipif(
-    find_spec("posenc.kernels.native._native") is None,
+    find_spec("posenc.ops.native._native") is None,
     reason="posenc runs from source here, and its C extension was not built",
 )
 FORMS = {
@@ -40,7 +41,7 @@ def refuse_python(monkeypatch):
     """After this is called, Python makes no plan and carries none out."""
 
     def refuse():
-        monkeypatch.setattr(triton, "run", None)
+        monkeypatch.setattr(execute, "run", None)
 
     return refuse
 

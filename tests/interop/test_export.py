@@ -9,7 +9,7 @@ import torch
 from torch.export import Dim
 
 import posenc
-from posenc.kernels.rotation import exported_as
+from posenc.ops.rotation.rotation import exported_as
 from support.models import Model, Rotations, dynamic_rotations, rotations_at
 
 # Those whose tables depend on the length.

@@ -9,9 +9,9 @@ import torch
 
 import posenc
 from posenc.attention import DistanceTable
-from posenc.attention.biases import FireNetwork
-from posenc.attention.rows import network_rows
 from posenc.functional import t5_buckets
+from posenc.ops.attention.biases import FireNetwork
+from posenc.ops.attention.rows import network_rows
 from support.biases import assert_is_formula, drawn, qkv
 
 

@@ -9,8 +9,8 @@ import torch
 import oracles
 import posenc
 from posenc.attention import biased_attention, relative_terms
-from posenc.attention import rows as by_rows
-from posenc.attention.rows import _gather
+from posenc.ops.attention import rows as by_rows
+from posenc.ops.attention.rows import _gather
 from support.assertions import assert_exports
 from support.biases import drawn, leaves, qkv
 
@@ -335,8 +335,8 @@ def test_cope_is_the_formula_with_its_gradients(queries):
 @pytest.mark.parametrize("kind", ["bool", "float", "keys"])
 def test_cope_does_not_count_a_hidden_key(kind, monkeypatch):
     """The authors' gates are those of the masked scores."""
-    monkeypatch.setattr("posenc.attention.rows.SCORES", 2 * 2 * 4 * 9)
-    monkeypatch.setattr("posenc.attention.rows.KEPT", 0)
+    monkeypatch.setattr("posenc.ops.attention.rows.SCORES", 2 * 2 * 4 * 9)
+    monkeypatch.setattr("posenc.ops.attention.rows.KEPT", 0)
     cope, (q, k, v) = drawn_cope(), (x.detach() for x in qkv(4, 5, 9, kv_heads=2))
     seen = torch.rand(*q.shape[:2], 5, 9, generator=torch.Generator().manual_seed(2)) < 0.6
     if kind == "keys":
@@ -358,7 +358,7 @@ def test_cope_does_not_count_a_hidden_key(kind, monkeypatch):
 def test_pieces_of_cope_are_the_whole_also_with_offsets(monkeypatch):
     cope, (q, k, v) = drawn_cope(), (x.detach() for x in qkv(2, 5, 9))
     whole = cope.attention(q, k, v)
-    monkeypatch.setattr("posenc.attention.rows.SCORES", 2 * 2 * 9 * 2)
+    monkeypatch.setattr("posenc.ops.attention.rows.SCORES", 2 * 2 * 9 * 2)
     torch.testing.assert_close(cope.attention(q, k, v), whole, rtol=1e-12, atol=1e-12)
     got = cope.attention(q, k, v, query_offset=torch.tensor([1, 3]))
     for b, start in enumerate((1, 3)):

@@ -2,6 +2,8 @@
 
 import torch
 
+from posenc.ops.attention import chunked
+
 HEADS, WIDTH = 4, 16
 STEEP = {"bias_max": 3.0}  # windows well inside a few hundred keys
 
@@ -11,6 +13,12 @@ def qkv(queries, keys, *, groups=1, dtype=torch.float64, batch=2, grad=False):
     k = torch.randn(batch, HEADS // groups, keys, WIDTH, dtype=dtype)
     v = torch.randn(batch, HEADS // groups, keys, 8, dtype=dtype)
     return [x.requires_grad_(grad) for x in (q, k, v)]
+
+
+def cut_into_small_pieces(monkeypatch):
+    """So that short sequences are cut and pruned, too."""
+    for name, size in (("SCORES", 2**12), ("DENSE_SCORES", 2**12), ("CHUNK", 32)):
+        monkeypatch.setattr(chunked, name, size)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run

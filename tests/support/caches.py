@@ -2,9 +2,9 @@
 
 import torch
 
-from posenc.kernels import native, triton
-from posenc.kernels.cache import by_operations, rotate_and_cache_op
-from posenc.kernels.spec import Rows, Store, Write, flatten
+from posenc.ops import execute, native
+from posenc.ops.cache.cache import by_operations, rotate_and_cache_op
+from posenc.ops.rotation.spec import Rows, Store, Write, flatten
 from support.assertions import assert_within_ulps
 from support.plans import planned
 from support.rotations import GPU, expected
@@ -55,7 +55,7 @@ def moved(value):
 BACKENDS = {"reference": by_operations}
 if native.available:
     BACKENDS["c"] = by_c
-if triton.installed:
+if execute.installed:
     BACKENDS["triton"] = by_triton
 
 

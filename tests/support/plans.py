@@ -2,13 +2,13 @@
 
 import torch
 
-from posenc.attention.op import attend_backward_op, attend_op
-from posenc.kernels.plan import Target, plan_of
+from posenc.ops.attention.op import attend_backward_op, attend_op
+from posenc.ops.plan import Target, plan_of
 
 
 def planned(op, *call):
     """The results of a call, a tuple of tensors."""
-    from posenc.kernels.triton import execute
+    from posenc.ops import execute
 
     return execute.run(op, op.call(*call), None)
 

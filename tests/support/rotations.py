@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import oracles
-from posenc.kernels import native, reference, rotation
-from posenc.kernels.spec import Rows, flatten
+from posenc.ops import native
+from posenc.ops.rotation import reference, rotation
+from posenc.ops.rotation.spec import Rows, flatten
 from support.assertions import assert_within_ulps
 from support.plans import planned
 
@@ -93,7 +94,7 @@ def check(name, xs, cos, sin, rows, spec, index):
 
 def instruction_sets():
     """Have the C kernels use each instruction set that runs here, one after the other."""
-    from posenc.kernels.native import _native
+    from posenc.ops.native import _native
 
     best = _native.isa()
     try:

@@ -27,7 +27,7 @@ from torch.testing import assert_close
 import posenc
 import posenc.interop.distributed
 from posenc import attention, axes, functional, positions, scaling
-from posenc.attention.biased import attend_last
+from posenc.functional.biased import attend_last
 from support.processes import each
 
 R, BATCH, HEADS, LENGTH = Replicate(), Shard(0), Shard(1), Shard(2)

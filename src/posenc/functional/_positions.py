@@ -11,7 +11,7 @@ from torch import Tensor
 from posenc._contract import position_checks as checks
 from posenc._contract.checks import describe, fail
 from posenc._contract.position_checks import UNLIMITED, Limit
-from posenc.kernels import RowOutOfRange, Rows
+from posenc.ops import RowOutOfRange, Rows
 
 Result = TypeVar("Result")
 

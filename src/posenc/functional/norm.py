@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks
 from posenc.functional._positions import run_kernel
 from posenc.functional.rotary import arguments, layout_of, swap_heads
-from posenc.kernels.rotation import norm_rotate_qk_op
+from posenc.ops.rotation.rotation import norm_rotate_qk_op
 
 
 def qk_norm_rope(
@@ -80,9 +80,9 @@ def qk_norm_rope(
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         check_weight(who, name, weight, x)
-    norm = kernels.Norm(eps, shift)
+    norm = ops.Norm(eps, shift)
     both = run_kernel(
-        who, limit, kernels.norm_rotate_qk, q, k, q_weight, k_weight, cos, sin, rows, spec, norm
+        who, limit, ops.norm_rotate_qk, q, k, q_weight, k_weight, cos, sin, rows, spec, norm
     )
     normed_q, normed_k = swap_heads(list(both), seq_dim)
     return normed_q, normed_k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks
 from posenc.functional._positions import rows_of, run_kernel
 from posenc.functional.rotary import check_heads, check_seq_dim, check_tables, swap_heads
@@ -66,5 +66,5 @@ def polar(
             checks.fail(who, rule, got, "Pass delta of the keys with their heads.")
     rows = rows_of(who, x, offset, position_ids, limit)
     tables = cos.resolve_neg(), sin.resolve_neg()
-    y = run_kernel(who, limit, kernels.polar, x, delta, *tables, rows)
+    y = run_kernel(who, limit, ops.polar, x, delta, *tables, rows)
     return swap_heads([y], seq_dim)[0]

@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks
 from posenc._contract.overlap import check_writable
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.functional._positions import positions_of, rows_of, run_kernel
-from posenc.kernels import Rows, Spec
-from posenc.kernels.rotation import (
+from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.tables import cos_sin
+from posenc.ops import Rows, Spec
+from posenc.ops.rotation.rotation import (
     rotate_in_place_op,
     rotate_op,
     rotate_qk_in_place_op,
     rotate_qk_op,
 )
-from posenc.kernels.spec import INTERLEAVED, INTERLEAVED_OUT, TOKENS_FIRST
-from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import cos_sin
+from posenc.ops.rotation.spec import INTERLEAVED, INTERLEAVED_OUT, TOKENS_FIRST
 
 
 def rotary_pos_embedding(
@@ -274,9 +274,9 @@ def rotate_rows(
 ) -> list[Tensor]:
     """Rotate ``xs`` of ``(B, H, L, D)``; errors for rows as in :func:`run_kernel`."""
     if not in_place:
-        return run_kernel(who, limit, kernels.rotate, xs, cos, sin, rows, spec)
+        return run_kernel(who, limit, ops.rotate, xs, cos, sin, rows, spec)
     check_writable(who, xs)
-    run_kernel(who, limit, kernels.rotate_, xs, cos, sin, rows, spec)
+    run_kernel(who, limit, ops.rotate_, xs, cos, sin, rows, spec)
     return xs
 
 

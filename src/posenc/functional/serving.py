@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode, check_no_internal_overlap, overlaps
 from posenc._contract.position_checks import Limit
@@ -16,9 +16,9 @@ from posenc._contract.tracing import is_plain
 from posenc.functional._positions import run_kernel
 from posenc.functional.norm import check_weight, is_norm
 from posenc.functional.rotary import arguments, layout_of, swap_heads
-from posenc.kernels import LARGEST, Norm, Rows, SlotOutOfRange, Spec, Store, Write
-from posenc.kernels.cache import rotate_and_cache_op
-from posenc.kernels.spec import PAGES_OF_TOKENS
+from posenc.ops import LARGEST, Norm, Rows, SlotOutOfRange, Spec, Store, Write
+from posenc.ops.cache.cache import rotate_and_cache_op
+from posenc.ops.rotation.spec import PAGES_OF_TOKENS
 
 
 class CacheOptions(NamedTuple):
@@ -251,7 +251,7 @@ def cache_rows(
             rule = "no tensor may require a gradient, because a cache passes none on"
             checks.fail(who, rule, "one that does", "Call it under torch.no_grad().")
     try:
-        return run_kernel(who, limit, kernels.rotate_and_cache, write, cos, sin, rows, spec)
+        return run_kernel(who, limit, ops.rotate_and_cache, write, cos, sin, rows, spec)
     except SlotOutOfRange as error:
         rule = f"slot_mapping must be in [0, {write.k_store.slots()}), or -1 to store nothing"
         checks.fail(who, rule, error.slot, "slot = page index * page size + index in the page.")

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from posenc._contract import checks, sharding
-from posenc.attention import biased
-from posenc.attention.biases import (
+from posenc.functional import biased
+from posenc.interop import ring
+from posenc.ops.attention.biases import (
     BY_ROWS,
     Bias,
     RunningSum,
@@ -29,8 +30,7 @@ from posenc.attention.biases import (
     described,
     refuse_sharded,
 )
-from posenc.interop import ring
-from posenc.kernels import rotation
+from posenc.ops.rotation import rotation
 
 # To import it is all there is to do.
 __all__: list[str] = []

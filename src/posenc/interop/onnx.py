@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from posenc.kernels import Rows, Spec, reference
-from posenc.kernels.rotation import exported_as
 from posenc.nn import STRING
+from posenc.ops import Rows, Spec
+from posenc.ops.rotation import reference
+from posenc.ops.rotation.rotation import exported_as
 
 __all__ = ["export"]
 __dir__ = __all__.copy

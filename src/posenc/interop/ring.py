@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posenc._contract import checks, qk_checks, sharding
-from posenc.attention import biased
-from posenc.attention.biases import (
+from posenc.functional import biased
+from posenc.numerics.slopes import window_length
+from posenc.ops.attention.biases import (
     BY_ROWS,
     Bias,
     Call,
@@ -31,8 +32,7 @@ from posenc.attention.biases import (
     described,
     stored,
 )
-from posenc.attention.pruning import longest_key, score_gap
-from posenc.numerics.slopes import window_length
+from posenc.ops.attention.pruning import longest_key, score_gap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

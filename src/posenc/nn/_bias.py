@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks, qk_checks, sharding
-from posenc.attention.biased import attend
-from posenc.attention.biases import (
+from posenc.functional.biased import attend
+from posenc.functional.mods import relative_score_mod
+from posenc.nn._module import ReadOnlyArguments, called
+from posenc.ops.attention.biases import (
     Bias,
     DistanceTable,
     Slopes,
@@ -19,12 +21,10 @@ from posenc.attention.biases import (
     described,
     refuse_sharded,
 )
-from posenc.attention.mods import relative_score_mod
-from posenc.attention.rows import matrix_of, relative_bias
-from posenc.nn._module import ReadOnlyArguments, called
+from posenc.ops.attention.rows import matrix_of, relative_bias
 
 if TYPE_CHECKING:
-    from posenc.attention.mods import ScoreMod
+    from posenc.functional.mods import ScoreMod
 
 
 def check_num_heads(who: str, q: Tensor, heads: int) -> None:
@@ -234,7 +234,7 @@ class RelativeBias(BiasedAttention):
             axes = ", ".join(map(str, ("...", *bias.shape[:-2])[bias.dim() - 3 :]))
             rule, got = f"scores must have shape ({axes}, Q, K)", f"shape {tuple(scores.shape)}"
             checks.fail(who, rule, got, "Put the heads third from last.")
-        return kernels.add(scores, bias)
+        return ops.add(scores, bias)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device

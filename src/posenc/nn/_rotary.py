@@ -14,12 +14,12 @@ from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import is_readable, may_keep
 from posenc.functional import rotary
 from posenc.functional._positions import checked_positions, positions_of, rows_of
-from posenc.kernels import Rows, Spec
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles, round_once
+from posenc.ops import Rows, Spec
 
 Result = TypeVar("Result")
 # What the base of a `RoPE` is if none is passed.

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.sharding import replicate_like
 from posenc._contract.tracing import is_plain, may_keep
 from posenc.functional._positions import positions_of, rows_of
 from posenc.functional.sinusoidal import Channels, check_channels, of_grid
-from posenc.kernels import Rows
 from posenc.nn._module import ReadOnlyArguments, load_scalars
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
+from posenc.ops import Rows
 
 
 class AddedTable(TableModule):
@@ -55,7 +55,7 @@ class AddedTable(TableModule):
         # math.sqrt: torch.jit.trace makes a tensor of a size, whose power would be a float32.
         gain = math.sqrt(x.shape[-1]) if self.scale_input else 1.0
         factor = self.scale if self.alpha is None else self.alpha
-        total = kernels.add(x, rows, gain, factor)
+        total = ops.add(x, rows, gain, factor)
         return nn.functional.dropout(total, self.dropout, self.training) if self.dropout else total
 
 
@@ -375,5 +375,5 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         limit = Limit(self.max_len, "max_len")
         # Use the device of x: an offloaded weight is on meta until pos_emb is called.
         at = positions_of(who, x, rows_of(who, x, offset, position_ids, limit), limit)
-        total = kernels.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))
+        total = ops.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))
         return nn.functional.dropout(total, self.dropout, self.training) if self.dropout else total

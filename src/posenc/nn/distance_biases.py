@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from posenc import configs
 from posenc._contract import checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
-from posenc.attention.biases import DistanceTable, FireNetwork
-from posenc.attention.rows import network_rows
 from posenc.functional.distance_biases import check_buckets, t5_buckets
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import angles, float64_device, round_once, widest
+from posenc.ops.attention.biases import DistanceTable, FireNetwork
+from posenc.ops.attention.rows import network_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self

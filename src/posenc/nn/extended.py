@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting
-from posenc.attention.biased import attend_ranges
+from posenc.functional.biased import attend_ranges
 from posenc.nn._module import ReadOnlyArguments, called
 from posenc.nn.rope import RoPE
 from posenc.numerics.spans import document_ends, gather_rows

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
-from posenc.attention.biased import attend
-from posenc.attention.biases import RunningSum
-from posenc.attention.rows import relative_bias
+from posenc.functional.biased import attend
 from posenc.nn._module import Linear, ReadOnlyArguments, called
 from posenc.numerics.tables import widest
+from posenc.ops.attention.biases import RunningSum
+from posenc.ops.attention.rows import relative_bias
 
 
 class _Gates(Linear):

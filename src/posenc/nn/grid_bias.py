@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
-from posenc.attention.biases import RowBias
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear
 from posenc.numerics.tables import widest
+from posenc.ops.attention.biases import RowBias
 
 if TYPE_CHECKING:
-    from posenc.attention.mods import ScoreMod
+    from posenc.functional.mods import ScoreMod
 
 Size = tuple[int, int]
 

@@ -14,11 +14,11 @@ from posenc._contract.sharding import replicate_like
 from posenc._contract.tracing import without_autocast
 from posenc.functional._positions import offset_by_position, positions_of, rows_of
 from posenc.functional.rotary import check_heads, check_seq_dim, rotate_rows, swap_heads
-from posenc.kernels import Rows, Spec
 from posenc.nn._module import KeepsFloat32, ReadOnlyArguments, with_offset
 from posenc.nn._rotary import tables_of
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import float64_device, of_angles, widest
+from posenc.ops import Rows, Spec
 
 
 class MixedRoPE(KeepsFloat32, ReadOnlyArguments):

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks, qk_checks
-from posenc.attention.biased import attend
 from posenc.functional import rotary
 from posenc.functional._positions import offset_by_position, run_kernel
-from posenc.kernels import Rows, Spec
+from posenc.functional.biased import attend
 from posenc.nn._module import KeepsFloat32, with_offset
 from posenc.nn._rotary import RotatedKeys, check_axes, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import widest
+from posenc.ops import Rows, Spec
 
 
 class PoPE(KeepsFloat32, RotatedKeys):
@@ -163,7 +163,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
             both = ((q, None), (k, delta))
-            return [run_kernel(who, limit, kernels.polar, *x, cos, sin, rows) for x in both]
+            return [run_kernel(who, limit, ops.polar, *x, cos, sin, rows) for x in both]
 
         ys = self._by_tables(who, [q, k], offset, position_ids, seq_len, run, *learned)
         a, b = rotary.swap_heads(ys, self.seq_dim)

@@ -22,9 +22,6 @@ from posenc.functional.serving import (
     check_write,
     try_native_cache,
 )
-from posenc.kernels import Rows, Spec
-from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
-from posenc.kernels.spec import TOKENS_FIRST, WIDTH
 from posenc.nn._module import with_offset
 from posenc.nn._rotary import (
     RotatedKeys,
@@ -36,6 +33,9 @@ from posenc.nn._rotary import (
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
+from posenc.ops import Rows, Spec
+from posenc.ops.rotation.rotation import rotate_qk_in_place_op, rotate_qk_op
+from posenc.ops.rotation.spec import TOKENS_FIRST, WIDTH
 
 
 class RoPE(RotatedKeys):

@@ -18,12 +18,12 @@ from posenc.functional.rotary import (
     with_heads,
     without_heads,
 )
-from posenc.kernels import Rows, Spec
 from posenc.nn._module import with_offset
 from posenc.nn._rotary import by_tables, rotary_tables
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
+from posenc.ops import Rows, Spec
 
 
 class RotaryPosEmbedding(TableModule):

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from posenc import configs
 from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
-from posenc.attention.biases import CopeLevels, Terms
-from posenc.attention.terms import relative_terms
 from posenc.nn._bias import ProductBias, check_num_heads
 from posenc.nn._module import Linear
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
+from posenc.ops.attention.biases import CopeLevels, Terms
+from posenc.ops.attention.terms import relative_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Self

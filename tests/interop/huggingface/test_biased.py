@@ -203,7 +203,7 @@ class Largest(TorchDispatchMode):
 def test_no_matrix_is_made(family, padded):
     """Neither for scores, nor for masks or biases, nor in the backward pass.
 
-    Inside of our attention, tests/attention looks.
+    Inside of our attention, tests/functional looks.
     """
     length = 512
     changes = {"max_seq_len": length} if family == "mpt" else {}

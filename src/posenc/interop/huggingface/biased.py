@@ -24,8 +24,8 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from posenc._contract import checks
 from posenc._contract.tracing import in_capture, in_forward_mode, is_plain, is_readable
 from posenc.attention import DistanceTable, RunningSum
-from posenc.attention.biased import attend_last
 from posenc.functional import t5_buckets
+from posenc.functional.biased import attend_last
 from posenc.interop.huggingface.recognition import FAILURES, Match, NotUnderstood, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, Rewriter
 

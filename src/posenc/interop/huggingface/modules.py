@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc import configs, kernels
+from posenc import configs, ops
 from posenc.interop.huggingface.recognition import FAILURES, Match, NotUnderstood, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, Rewriter
 from posenc.interop.huggingface.rotation import ONE_ARGUMENT, WIDEN, NormCall, Pending
-from posenc.kernels import Norm, Rows, Spec
 from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import DynamicNTK
 from posenc.numerics.tables import angles, of_angles
+from posenc.ops import Norm, Rows, Spec
 
 # Positions at which forwards of rotary modules are compared.
 _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
@@ -367,7 +367,7 @@ def _formula(module: nn.Module) -> tuple[float, float] | None:
         unit = torch.ones(3, 1), torch.zeros(3, 1), Rows(), Spec()
         for eps in {value for value in vars(module).values() if isinstance(value, float)}:
             for shift in (0.0, 1.0):
-                got = kernels.norm_rotate(x[None, None], weight, *unit, Norm(eps, shift))
+                got = ops.norm_rotate(x[None, None], weight, *unit, Norm(eps, shift))
                 if torch.allclose(got[0, 0], expected, rtol=0.0, atol=1e-5):
                     return eps, shift
     return None

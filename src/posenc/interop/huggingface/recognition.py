@@ -22,8 +22,8 @@ from torch import Tensor
 
 from posenc.interop.huggingface import rotation
 from posenc.interop.huggingface.rotation import ONE_ARGUMENT, PAIRS, TWO_ARGUMENTS, WIDEN, Form
-from posenc.kernels import Spec
-from posenc.kernels.spec import TOKENS_FIRST, TWINS
+from posenc.ops import Spec
+from posenc.ops.rotation.spec import TOKENS_FIRST, TWINS
 
 # Parameter names in model code: the tensors to rotate, tables in one argument, and others.
 _ROTATED = set("q k v x t xq xk x_in query key tensor hidden_states".split())

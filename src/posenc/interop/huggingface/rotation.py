@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from posenc import kernels
+from posenc import ops
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED
 from posenc.functional.rotary import halved, rotate_rows
-from posenc.kernels import Norm, Rows, Spec
-from posenc.kernels.rotation import norm_rotate_qk_op, rotate_qk_op
-from posenc.kernels.spec import TOKENS_FIRST
+from posenc.ops import Norm, Rows, Spec
+from posenc.ops.rotation.rotation import norm_rotate_qk_op, rotate_qk_op
+from posenc.ops.rotation.spec import TOKENS_FIRST
 
 _WHO = "the patched model"
 
@@ -348,12 +348,12 @@ class Pending:
     def rotate(self, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
         """The result rotated; ``[B, H, T, D]`` in this view."""
         if not self.is_waiting():
-            return kernels.rotate([self.tensor()], cos, sin, Rows(), spec)[0]
+            return ops.rotate([self.tensor()], cos, sin, Rows(), spec)[0]
         call = self.call
         if call.decided is not None:
             call.decided(True)
         norm = Norm(call.eps, call.shift)
-        return kernels.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
+        return ops.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
 
 
 def _viewed(x: Tensor, name: str, args: tuple[Any, ...]) -> Tensor:

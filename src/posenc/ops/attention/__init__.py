@@ -1,0 +1,1 @@
+"""Attention with a bias: the kinds of bias, the ops, their formulas, and their kernels."""

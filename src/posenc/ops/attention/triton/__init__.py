@@ -1,0 +1,1 @@
+"""The kernels of attention in Triton, with their plans."""

@@ -1,0 +1,1 @@
+"""The write of keys and values to a cache: the op, its formula, and its kernels."""

@@ -1,0 +1,1 @@
+"""The rotation, RMSNorm with it, and PoPE: the ops, their formulas, and their kernels."""

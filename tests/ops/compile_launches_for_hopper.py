@@ -1,0 +1,128 @@
+"""Compile the kernels of plans for an H100 without having one."""
+
+import re
+import sys
+import warnings
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from posenc.ops import execute, polar
+from posenc.ops.attention.biases import Call
+from posenc.ops.attention.op import attend_backward_op, attend_op
+from posenc.ops.attention.terms import terms_backward_op, terms_op
+from posenc.ops.cache.cache import rotate_and_cache_op
+from posenc.ops.plan import Launch
+from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op, rotate_qk_op
+from posenc.ops.rotation.spec import Norm, Rows, Spec, flatten
+from support.plans import plan_for
+
+
+def compile_plan(op, *call):
+    """Compile what the plan of a call launches."""
+    for step in plan_for(op, *call).steps:
+        if not isinstance(step, Launch):
+            continue
+        request = execute.request_of(step)
+        done = execute.compile_request(request, GPUTarget("cuda", 90, 32))
+        assert "ret;" in done.asm["ptx"]
+        # More shared memory than a program of this GPU can have would stop the launch.
+        assert done.metadata.shared <= 227 * 1024
+        # Rotations state which product is fused with a sum; the compiler would choose one by shape.
+        room = step.kernel.__module__.rpartition(".")[2]
+        if room in ("rotate", "norm", "polar") and step.kernel.__name__ not in EXACT:
+            assert not re.findall(r"\bmul\.f(?:16|32|64)\b", done.asm["ptx"])
+            assert "fma.rn.f" in done.asm["ptx"]
+        print(f"{case}: {step.kernel.__name__}")
+
+
+# Kernels that have no product and sum.
+EXACT = ("_phases", "sum_rows")
+ROTATIONS = {
+    "split": (torch.bfloat16, (2, 8, 100, 128), 64, Spec(False, False), torch.float64),
+    "heads": (torch.bfloat16, (1, 32, 20000, 128), 64, Spec(True, False), torch.float32),
+    "rest": (torch.float16, (2, 8, 100, 144), 64, Spec(False, True, 16), torch.float64),
+    "double": (torch.float64, (2, 8, 100, 128), 64, Spec(), torch.float64),
+    "one-pair": (torch.bfloat16, (1, 2, 3, 2), 1, Spec(), torch.float64),
+}
+
+
+def rotation(title):
+    """The rotation, RMSNorm with it, and the gradient of both."""
+    dtype, (batch, heads, length, width), pairs, spec, of_table = ROTATIONS[title]
+    q = torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+    k, cos = q[:, : max(heads // 4, 1)], torch.empty(length, pairs, dtype=of_table)
+    rows, norm = Rows(0, torch.zeros(batch, length, dtype=torch.int64)), Norm()
+    for at in (Rows(), rows):
+        compile_plan(rotate_qk_op, q, k, cos, cos, *flatten(at, spec))
+    for size in (width, heads * width):
+        how = torch.empty(size), cos, cos, *flatten(rows, spec), norm.eps, norm.shift
+        compile_plan(norm_rotate_op, q, *how)
+        compile_plan(norm_rotate_backward_op, q, q, *how)
+
+
+def pope(dtype):
+    """PoPE and its gradient, with a phase."""
+    x, cos = torch.empty(2, 8, 100, 96, dtype=getattr(torch, dtype)), torch.empty(100, 96)
+    y, delta = torch.empty(2, 8, 100, 192, dtype=x.dtype), torch.empty(8, 96)
+    compile_plan(polar.polar_op, x, delta, cos, cos, None, 0)
+    compile_plan(polar.polar_backward_op, y, x, delta, cos, cos, None, 0)
+
+
+def bias(kind, width, *others):
+    """All kernels of a bias."""
+    width, length = int(width), 1100
+    dtype = torch.float32 if others else torch.bfloat16
+    q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
+    values = {"slopes": torch.ones(1, 4), "table": torch.ones(4, 99)}.get(kind)
+    if kind == "sums":
+        values = torch.zeros(1, 4, length, dtype=torch.float64)
+    call = Call(values, None, None, None, kind, 0, 0, 1.0, True, True, to_values=values is not None)
+    compile_plan(attend_op, q, k, v, *call.arguments())
+    results = attend_op.results(attend_op.call(q, k, v, *call.arguments()))
+    compile_plan(attend_backward_op, q, None, q, k, v, *results, *call.arguments())
+    # One query: the keys of two sequences are in one part, those of one sequence in two.
+    for n in (1, 2):
+        one = call._replace(start=length - 1).arguments()
+        compile_plan(attend_op, q[:n, :, :1], k[:n], v[:n], *one)
+
+
+def products(width, *others):
+    """All kernels of attention with a vector for each distance."""
+    width, length = int(width), 300
+    dtype = torch.float32 if others else torch.bfloat16
+    q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
+    vectors = torch.zeros(99, 1, width, dtype=dtype)
+    call = Call(None, None, None, None, "none", 49, 0, 1.0, False, False)
+    network = torch.ones(2 + 4 + (2 + 4) * 32)
+    levels = torch.zeros(2, 4, length, 64)
+    for given, causal in (
+        ((q, k, vectors, vectors, None, None), False),
+        ((None, None, None, None, network, None), False),
+        ((None, None, None, None, None, levels), True),
+    ):
+        where = call._replace(causal=causal).arguments_without_values()
+        whole = q, k, v, *given, *where
+        compile_plan(terms_op, *whole)
+        results = terms_op.results(terms_op.call(*whole))
+        compile_plan(terms_backward_op, q, None, *results, *whole)
+
+
+def write(dtype, interleaved):
+    """A write to caches of 8 bits, and one to caches in the dtype of the keys."""
+    q, k, v = (torch.zeros(1, 4, 3, 80, dtype=torch.bfloat16) for _ in range(3))
+    slots, weight, table = torch.zeros(1, 3).long(), torch.ones(80), torch.zeros(9, 32)
+    scales, v_cache = torch.zeros(2, 4, 16), torch.zeros(2, 4, 16, 80, dtype=v.dtype)
+    caches = torch.zeros(2, 4, 16, 80).to(getattr(torch, dtype)), v_cache, scales, None
+    how = flatten(Rows(), Spec(interleaved == "interleaved", True))
+    read = slots, weight, None, None, None
+    compile_plan(rotate_and_cache_op, q, k, v, *caches, *read, table, table, *how, 1e-6, 0.0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    # Triton builds syntax trees in a way that Python 3.13 warns of.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    for case in sys.argv[1:]:
+        kind, *words = case.split()
+        globals()[kind](*words)

@@ -1,0 +1,316 @@
+"""What a GPU would do, and under which key it is kept: plans are data, and need no GPU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles import tables
+from posenc.ops.attention.biases import Call
+from posenc.ops.attention.op import attend_backward_op, attend_op
+from posenc.ops.attention.terms import terms_op
+from posenc.ops.cache.cache import rotate_and_cache_op
+from posenc.ops.op import MaybeWritten, Size, Start, Written, fields_of, schema_of
+from posenc.ops.plan import START, Launch, Operand, Step, plan_of
+from posenc.ops.rotation import reference
+from posenc.ops.rotation.polar import polar_op
+from posenc.ops.rotation.rotation import (
+    norm_rotate_backward_op,
+    norm_rotate_qk_op,
+    rotate_in_place_op,
+    rotate_qk_op,
+)
+from posenc.ops.rotation.spec import Rows, Spec
+from support.plans import H200, plan_for, planned
+from support.rotations import GPU
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+class AnyCall(NamedTuple):
+    x: Written
+    y: Tensor | None
+    scales: MaybeWritten
+    z: Tensor
+    many: Size
+    start: Start
+    layout: int
+    eps: float
+
+
+def test_the_fields_of_a_call_are_its_schema():
+    fields = fields_of(AnyCall)
+    wanted = "(Tensor(a!) x, Tensor? y, Tensor(b!)? scales, Tensor z, SymInt many, SymInt start, "
+    assert schema_of(fields, 2) == f"{wanted}int layout, float eps) -> (Tensor, Tensor)"
+    assert schema_of(fields, 1).endswith("-> Tensor")
+    assert schema_of(fields, 0).endswith("-> ()")
+    assert "".join(field.letter for field in fields) == "w?Wtisif"
+
+
+def test_a_field_of_another_type_is_refused():
+    class Wrong(NamedTuple):
+        x: Tensor
+        name: str
+
+    with pytest.raises(TypeError, match=r"Wrong\.name cannot be a field"):
+        fields_of(Wrong)
+
+
+def rotation(length=40, start=3, dtype=torch.bfloat16, layout=0, rows=64):
+    q, k = (torch.zeros(2, heads, length, 64, dtype=dtype) for heads in (4, 2))
+    return rotate_qk_op, q, k, *torch.zeros(2, rows, 32).unbind(), None, start, layout
+
+
+def attention(length=40, start=0, kind="table", width=64):
+    q, k, v = (torch.zeros(1, 4, length, width, dtype=torch.bfloat16) for _ in range(3))
+    values = {"none": None, "table": torch.zeros(4, 90), "slopes": torch.ones(1, 4)}[kind]
+    call = Call(values, None, None, None, kind, 0, start, 0.125, True, True)
+    return attend_op, q, k, v, *call.arguments()
+
+
+def requests(plan):
+    from posenc.ops import execute
+
+    return [execute.request_of(step) for step in plan.steps if isinstance(step, Launch)]
+
+
+@pytest.mark.parametrize("call", [rotation, attention], ids=["rotation", "attention"])
+def test_a_new_length_compiles_nothing(call):
+    """Nor does a length that is one, or a multiple of 16: no number is specialised by its value."""
+    found = [requests(plan_for(*call(length=length))) for length in (1100, 1104, 1203, 1099)]
+    assert found[0]
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("call", [rotation, attention], ids=["rotation", "attention"])
+def test_a_plan_does_not_know_its_start(call):
+    """The start is read at run time: a kernel for 16 would be wrong for 17."""
+    plans = [plan_for(*call(start=start)) for start in (0, 1, 16, 17)]
+    steps = [
+        str([step._replace(arguments=shown(step.arguments)) for step in plan.steps])
+        for plan in plans
+    ]
+    assert len(set(steps)) == 1
+    assert all(any(x is START for x in step.arguments) for step in plans[0].steps[-1:])
+
+
+def shown(arguments):
+    return tuple([x.place if isinstance(x, Operand) else x for x in arguments])
+
+
+def test_a_plan_is_for_the_starts_that_have_rows():
+    plan = plan_for(*rotation(length=40, rows=64))
+    assert (plan.least, plan.most) == (0, 24)
+    assert str(plan.wrong_start(25)).startswith("positions must be in [0, 64), got 64")
+
+
+@contextmanager
+def set_to(get, put, value):
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+MATMUL = torch.backends.cuda.matmul
+DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+# Settings of the process that no plan may read.
+SURROUNDINGS = {
+    "tf32": lambda: set_to(
+        lambda: MATMUL.allow_tf32, lambda x: setattr(MATMUL, "allow_tf32", x), True
+    ),
+    "deterministic": lambda: set_to(*DETERMINISTIC, True),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference-mode": torch.inference_mode,
+    "default-dtype": lambda: set_to(
+        torch.get_default_dtype, torch.set_default_dtype, torch.float64
+    ),
+}
+
+
+def described(plan):
+    made = [(x.dtype, x.shape, x.stride()) for x in plan.made]
+    steps = [
+        (step[0].__name__, step.grid, str(shown(step.arguments)), str(step.constants))
+        for step in plan.steps
+    ]
+    return made, steps, requests(plan)
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS)
+@pytest.mark.parametrize("call", [rotation, attention], ids=["rotation", "attention"])
+def test_a_plan_reads_nothing_but_the_call(call, surrounding):
+    given = call()
+    wanted = described(plan_for(*given))
+    with surrounding():
+        assert described(plan_for(*given)) == wanted
+
+
+def test_strides_are_aligned_all_together_or_not_at_all():
+    """Else a length that is a multiple of 16 would be another kernel."""
+    q = torch.zeros(1, 4, 48, 40, dtype=torch.bfloat16)
+    cos = torch.zeros(64, 16)
+    plan = plan_for(rotate_qk_op, q, q, cos, cos, None, 0, 0)
+    steps = [x for x in plan.steps[-1].arguments if isinstance(x, Step)]
+    assert {x.is_multiple for x in steps if x.value in (1920, 40)} == {False}
+
+
+def cache_call(**changes):
+    given = {
+        "q": torch.zeros(1, 4, 3, 64).bfloat16(),
+        "k": torch.zeros(1, 2, 3, 64).bfloat16(),
+        "v": torch.zeros(1, 2, 3, 64).bfloat16(),
+        "k_cache": torch.zeros(4, 2, 8, 64).to(torch.float8_e4m3fn),
+        "v_cache": torch.zeros(4, 2, 8, 64).to(torch.float8_e4m3fn),
+        "k_scales": torch.zeros(4, 2, 8),
+        "v_scales": None,
+        "slots": torch.zeros(1, 3, dtype=torch.int64),
+        "q_weight": torch.ones(64),
+        "k_weight": torch.ones(64),
+        "k_scale": None,
+        "v_scale": torch.ones(()),
+        "cos": torch.zeros(32, 32),
+        "sin": torch.zeros(32, 32),
+        "positions": torch.zeros(1, 3, dtype=torch.int64),
+        "start": 0,
+        "layout": 0,
+        "eps": 1e-6,
+        "shift": 0.0,
+    }
+    return rotate_and_cache_op.call(**{**given, **changes})
+
+
+def norm_call():
+    _, q, k, *how = rotation()
+    return norm_rotate_qk_op.call(q, k, *torch.ones(2, 64).unbind(), *how, 1e-6, 0.0)
+
+
+def polar_call():
+    x, delta, tables = torch.zeros(1, 2, 4, 32), torch.zeros(2, 32), torch.zeros(2, 9, 32)
+    return polar_op.call(x, delta, *tables.unbind(), None, 0)
+
+
+CALLS = {
+    "rotate_qk": (rotate_qk_op, lambda: rotate_qk_op.call(*rotation()[1:])),
+    "norm": (norm_rotate_qk_op, norm_call),
+    "cache": (rotate_and_cache_op, cache_call),
+    "polar": (polar_op, polar_call),
+    "attend": (attend_op, lambda: attend_op.call(*attention()[1:])),
+}
+
+
+def tensor_changes(x):
+    """Tensors that differ from ``x`` in one property."""
+    yield "dtype", x.double() if x.dtype != torch.float64 else x.float()
+    yield "shape", torch.stack((x, x))
+    if x.dim():
+        yield "stride", torch.stack((x, x), -1)[..., 0]
+    room = torch.empty(x.numel() + 16, dtype=x.dtype)
+    by_one = room[1:] if room.data_ptr() % 16 == 0 else room
+    yield "alignment", by_one[: x.numel()].view(x.shape)
+    yield "presence", None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_key_has_every_property_of_every_argument(name):
+    """What a key lacked would be met by the plan of another call: right shapes, wrong kernel."""
+    from posenc.ops.execute import key_of
+
+    op, make = CALLS[name]
+    call = make()
+    key, changed = key_of(op, call), 0
+    assert key_of(op, make()) == key
+    for field, value in zip(op.fields, call, strict=True):
+        if isinstance(value, Tensor):
+            others = [other for _, other in tensor_changes(value)]
+        elif value is None:
+            others = [torch.zeros(1)]
+        elif field.letter == "s":
+            assert key_of(op, call._replace(**{field.name: value + 1})) == key
+            continue
+        else:
+            others = [value + 1]
+        for other in others:
+            assert key_of(op, call._replace(**{field.name: other})) != key, field.name
+            changed += 1
+    assert changed > 8
+
+
+def test_gradients_of_numbers_are_launches_only():
+    """A copy or a torch operation between launches would cost more than they do."""
+    for kind in ("table", "slopes"):
+        op, q, k, v, *where = attention(kind=kind)
+        call = Call.from_arguments(*where)._replace(to_values=True)
+        results = attend_op.results(op.call(q, k, v, *where))
+        plan = plan_for(attend_backward_op, q, None, q, k, v, *results, *call.arguments())
+        assert all(isinstance(step, Launch) for step in plan.steps)
+
+
+def test_a_gradient_without_rows_of_its_own_is_copied_once():
+    """That of a sum: all of its strides are zero."""
+    op, q, k, v, *where = attention(kind="none")
+    results = attend_op.results(op.call(q, k, v, *where))
+    g = torch.zeros((), dtype=q.dtype).expand(q.shape)
+    plan = plan_for(attend_backward_op, g, None, q, k, v, *results, *where)
+    assert [type(step).__name__ for step in plan.steps].count("Copy") == 1
+
+
+def test_results_are_those_of_the_fake():
+    for op, make in CALLS.values():
+        call = make()
+        plan = plan_of(op, call, H200)
+        wanted = op.results(call)
+        made = [(x.shape, x.dtype) for x in plan.made[: len(plan.results)]]
+        assert made == [(x.shape, x.dtype) for x in wanted]
+
+
+def test_an_empty_call_is_planned():
+    x, weight = torch.zeros(0, 2, 5, 8), torch.ones(8)
+    tables = torch.zeros(9, 4), torch.zeros(9, 4)
+    plan = plan_for(norm_rotate_backward_op, x, x, weight, *tables, None, 0, 0, 1e-6, 0.0)
+    assert [type(step).__name__ for step in plan.steps] == ["FillWithZeros"]
+
+
+def test_every_kind_of_terms_has_a_plan():
+    q, k, v = (torch.zeros(1, 2, 50, 16) for _ in range(3))
+    call = Call(None, None, None, None, "none", 3, 0, 0.25, True, False)
+    where = call.arguments_without_values()
+    for given in (
+        (None, None, torch.zeros(9, 1, 16), None, None, None),
+        (None, None, None, None, torch.ones(2 + 2 + 4 * 8), None),
+        (None, None, None, None, None, torch.zeros(1, 2, 50, 5)),
+    ):
+        assert plan_for(terms_op, q, k, v, *given, *where).steps
+
+
+def test_plans_that_python_keeps_are_bounded(monkeypatch):
+    """Each length has one of its own; the ones that were not used for longest go first."""
+    from posenc.ops import execute
+
+    monkeypatch.setattr(execute, "_plans", OrderedDict())
+    monkeypatch.setattr(execute, "MOST_PLANS", 4)
+    calls = [rotate_qk_op.call(*rotation(length=n)[1:]) for n in range(1, 9)]
+    first = execute.find_plan(rotate_qk_op, calls[0], H200)
+    for call in calls:
+        plan = execute.find_plan(rotate_qk_op, call, H200)
+        assert execute.find_plan(rotate_qk_op, call, H200) is plan
+        assert execute.find_plan(rotate_qk_op, calls[0], H200) is first
+        assert len(execute._plans) <= 4
+
+
+def test_what_is_written_to_a_copy_is_written_back():
+    """A tensor with a negative bit has the negatives of its numbers in memory."""
+    x = torch.complex(*torch.randn(2, 1, 2, 3, 8, device=GPU)).conj().imag
+    assert x.is_neg()
+    cos, sin = (t.float().to(GPU) for t in tables(3, 4))
+    wanted = reference.rotate(x.resolve_neg(), cos, sin, Rows(), Spec())
+    planned(rotate_in_place_op, x, cos, sin, None, 0, Spec().bits())
+    torch.testing.assert_close(x.resolve_neg(), wanted)
