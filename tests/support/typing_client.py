@@ -34,13 +34,15 @@ class Wider(posenc.RoPE):
         self,
         q: Tensor,
         k: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        q, k = super().forward(q, k, offset, position_ids=position_ids, seq_len=seq_len)
+        q, k = super().forward(
+            q, k, *given, offset=offset, position_ids=position_ids, seq_len=seq_len
+        )
         return q * scale, k
 
 
