@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode
-from posenc.ops import LARGEST, Store
+from posenc.ops import LARGEST, CacheTarget
 from posenc.ops.cache.cache import store
 
 __all__ = ["OutOfPages", "PagedCache"]
@@ -427,15 +427,15 @@ class PagedCache:
                     rows = _bytes(x if self.cache_layout == "NHD" else x.transpose(2, 3))
                     rows[:, new, :tokens] = rows[:, old, :tokens]
 
-    def _keys(self, layer: int) -> Store:
+    def _keys(self, layer: int) -> CacheTarget:
         """The keys of a layer and their scales, heads before tokens."""
         k, scales = self.k[layer], None if self.k_scales is None else self.k_scales[layer]
         if self.cache_layout == "NHD":
             k, scales = k.transpose(1, 2), None if scales is None else scales.transpose(1, 2)
-        return Store(k, None, scales)
+        return CacheTarget(k, None, scales)
 
     @torch.no_grad()
-    def _shifted(self, who: str, keys: Store, slots: Tensor, by: int, shift: Shift) -> Tensor:
+    def _shifted(self, who: str, keys: CacheTarget, slots: Tensor, by: int, shift: Shift) -> Tensor:
         """``shift`` of the keys at ``slots``, ``(1, T)``."""
         k, _, scales = keys
         at = slots // self.page_size, slice(None), slots % self.page_size

@@ -159,7 +159,7 @@ def grid(
     if len(starts) != len(counts):
         rule = f"start must be one int, or one for each of the {len(counts)} axes"
         checks.fail(who, rule, start, "Pass (0, 0), for example.")
-    least = -checks.FARTHEST
+    least = -checks.MAX_POSITION
     firsts = [checks.integer(who, "start", first, least=least) for first in starts]
     pairs = zip(firsts, counts, strict=True)
     return _cells(who, [torch.arange(a, a + n, device=device) for a, n in pairs], prefix)
@@ -403,7 +403,7 @@ def _times(who: str, frames: Tensor, step: float) -> Tensor:
     """Frames that are ``step`` apart, at whole positions."""
     apart = torch.tensor(checks.positive_float(who, "step", step), dtype=torch.float32)
     times = frames.to(torch.float32) * apart
-    if len(frames) and not times[-1] <= checks.FARTHEST:
+    if len(frames) and not times[-1] <= checks.MAX_POSITION:
         rule = "the time of the last frame must be at most 2**31"
         checks.fail(who, rule, f"{times[-1]:g}", "Pass a smaller step.")
     return times.to(torch.int64)

@@ -12,7 +12,7 @@ import posenc
 from oracles import tables
 from posenc.attention import DistanceTable, RunningSum, Slopes, biased_attention_with_lse
 from posenc.functional import qk_norm_rope, rotate_and_cache
-from posenc.ops import Rows, Spec, execute, native
+from posenc.ops import Spec, TableRows, execute, native
 from posenc.ops.rotation import reference
 
 CUDA = "cuda"
@@ -89,7 +89,7 @@ def test_rows_of_a_native_launch_are_those_of_the_call(refuse_python):
     for start in (0, 1, 40):
         got = posenc.functional.rotate_qk(q, k, cos, sin, offset=start)
         for y, x in zip(got, (q, k), strict=True):
-            exact = reference.rotate(x, cos.double(), sin.double(), Rows(start), Spec())
+            exact = reference.rotate(x, cos.double(), sin.double(), TableRows(start), Spec())
             assert torch.equal(y, exact)
         refuse_python()
 

@@ -14,7 +14,7 @@ from posenc.ops.attention.terms import terms_backward_op, terms_op
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.plan import Launch
 from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op, rotate_qk_op
-from posenc.ops.rotation.spec import Norm, Rows, Spec, flatten
+from posenc.ops.rotation.spec import Norm, Spec, TableRows, flatten
 from support.plans import plan_for
 
 
@@ -52,8 +52,8 @@ def rotation(title):
     dtype, (batch, heads, length, width), pairs, spec, of_table = ROTATIONS[title]
     q = torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
     k, cos = q[:, : max(heads // 4, 1)], torch.empty(length, pairs, dtype=of_table)
-    rows, norm = Rows(0, torch.zeros(batch, length, dtype=torch.int64)), Norm()
-    for at in (Rows(), rows):
+    rows, norm = TableRows(0, torch.zeros(batch, length, dtype=torch.int64)), Norm()
+    for at in (TableRows(), rows):
         compile_plan(rotate_qk_op, q, k, cos, cos, *flatten(at, spec))
     for size in (width, heads * width):
         how = torch.empty(size), cos, cos, *flatten(rows, spec), norm.eps, norm.shift
@@ -114,7 +114,7 @@ def write(dtype, interleaved):
     slots, weight, table = torch.zeros(1, 3).long(), torch.ones(80), torch.zeros(9, 32)
     scales, v_cache = torch.zeros(2, 4, 16), torch.zeros(2, 4, 16, 80, dtype=v.dtype)
     caches = torch.zeros(2, 4, 16, 80).to(getattr(torch, dtype)), v_cache, scales, None
-    how = flatten(Rows(), Spec(interleaved == "interleaved", True))
+    how = flatten(TableRows(), Spec(interleaved == "interleaved", True))
     read = slots, weight, None, None, None
     compile_plan(rotate_and_cache_op, q, k, v, *caches, *read, table, table, *how, 1e-6, 0.0)
 

@@ -26,7 +26,7 @@ from posenc.ops.rotation.rotation import (
     rotate_in_place_op,
     rotate_qk_op,
 )
-from posenc.ops.rotation.spec import Rows, Spec
+from posenc.ops.rotation.spec import Spec, TableRows
 from support.plans import H200, plan_for, planned
 from support.rotations import GPU
 
@@ -311,6 +311,6 @@ def test_what_is_written_to_a_copy_is_written_back():
     x = torch.complex(*torch.randn(2, 1, 2, 3, 8, device=GPU)).conj().imag
     assert x.is_neg()
     cos, sin = (t.float().to(GPU) for t in tables(3, 4))
-    wanted = reference.rotate(x.resolve_neg(), cos, sin, Rows(), Spec())
+    wanted = reference.rotate(x.resolve_neg(), cos, sin, TableRows(), Spec())
     planned(rotate_in_place_op, x, cos, sin, None, 0, Spec().bits())
     torch.testing.assert_close(x.resolve_neg(), wanted)

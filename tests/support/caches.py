@@ -4,7 +4,7 @@ import torch
 
 from posenc.ops import execute, native
 from posenc.ops.cache.cache import by_operations, rotate_and_cache_op
-from posenc.ops.rotation.spec import Rows, Store, Write, flatten
+from posenc.ops.rotation.spec import CacheTarget, CacheWrite, TableRows, flatten
 from support.assertions import assert_within_ulps
 from support.plans import planned
 from support.rotations import GPU, expected
@@ -35,11 +35,11 @@ def call_of(write, cos, sin, rows, spec):
 
 def by_triton(write, cos, sin, rows, spec):
     """On the GPU if there is one; what is written there is copied back."""
-    there = Write(*map(moved, write))
-    rows = Rows(rows.start, moved(rows.positions))
+    there = CacheWrite(*map(moved, write))
+    rows = TableRows(rows.start, moved(rows.positions))
     call = call_of(there, cos.to(GPU), sin.to(GPU), rows, spec)
     (y,) = planned(rotate_and_cache_op, *call)
-    for mine, made in ((write.k_store, there.k_store), (write.v_store, there.v_store)):
+    for mine, made in ((write.k_target, there.k_target), (write.v_target, there.v_target)):
         mine.cache.view(torch.uint8).copy_(made.cache.view(torch.uint8))
         if mine.scales is not None:
             mine.scales.copy_(made.scales)
@@ -47,8 +47,8 @@ def by_triton(write, cos, sin, rows, spec):
 
 
 def moved(value):
-    if isinstance(value, Store):
-        return Store(*map(moved, value))
+    if isinstance(value, CacheTarget):
+        return CacheTarget(*map(moved, value))
     return value.to(GPU) if isinstance(value, torch.Tensor) else value
 
 

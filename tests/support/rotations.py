@@ -6,7 +6,7 @@ import torch
 import oracles
 from posenc.ops import native
 from posenc.ops.rotation import reference, rotation
-from posenc.ops.rotation.spec import Rows, flatten
+from posenc.ops.rotation.spec import TableRows, flatten
 from support.assertions import assert_within_ulps
 from support.plans import planned
 
@@ -84,7 +84,7 @@ def check(name, xs, cos, sin, rows, spec, index):
     xs = [x.to(device) for x in xs]
     ys = [torch.full_like(x, float("nan")) for x in xs]
     moved = None if rows.positions is None else rows.positions.to(device)
-    run(xs, ys, cos.to(device), sin.to(device), Rows(rows.start, moved), spec)
+    run(xs, ys, cos.to(device), sin.to(device), TableRows(rows.start, moved), spec)
     for x, y in zip(xs, ys, strict=True):
         exact, size = expected(x, cos, sin, index, spec)
         ulps = 4 if x.dtype == torch.float64 else CUT.get((name, x.dtype), 0.501)

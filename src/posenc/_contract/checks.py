@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # The largest position: angles are exact up to here.
-FARTHEST = 2**31
+MAX_POSITION = 2**31
 
 
 def message(who: str, rule: str, got: object, hint: str) -> str:
@@ -73,7 +73,7 @@ def integer(who: str, name: str, value: Any, *, least: int = 1, hint: str = "") 
 
     ``hint`` is the way out for a smaller one.
     """
-    if type(value) is int and least <= value <= FARTHEST:
+    if type(value) is int and least <= value <= MAX_POSITION:
         return value
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         try:
@@ -84,7 +84,7 @@ def integer(who: str, name: str, value: Any, *, least: int = 1, hint: str = "") 
         except TypeError:
             rule = f"{name} must be an int"
             fail(who, rule, describe(value), "Pass a Python int.", TypeError)
-    if not least <= value <= FARTHEST:
+    if not least <= value <= MAX_POSITION:
         bound = f"at least {least}" if value < least else "at most 2**31"
         usual = f"Pass {least} or more, up to 2**31."
         fail(who, f"{name} must be {bound}", value, (value < least and hint) or usual)
@@ -151,7 +151,7 @@ def frequencies(who: str, name: str, values: Any, count: int, hint: str) -> tupl
     for value in values:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             fail(who, f"{name} must be numbers", describe(value), hint, TypeError)
-        if not -FARTHEST <= float(value) <= FARTHEST:
+        if not -MAX_POSITION <= float(value) <= MAX_POSITION:
             fail(who, f"{name} must be finite and within 2**31", value, hint)
     return tuple(map(float, values))
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from posenc._contract import sharding
 from posenc._contract.checks import (
-    FARTHEST,
     FLOAT_DTYPES,
     INT_DTYPES,
+    MAX_POSITION,
     describe,
     fail,
     integer,
@@ -24,7 +24,7 @@ from posenc._contract.tracing import device_assert, in_transform, is_readable
 class Limit(NamedTuple):
     """Positions must be below ``value``, set by the argument ``name``, or by default 2**31 + 1."""
 
-    value: int = FARTHEST + 1
+    value: int = MAX_POSITION + 1
     name: str = ""
     hint: str = ""
 
@@ -114,7 +114,7 @@ def coordinates(
         check_ids(who, at, limit)
     elif is_readable(at) and at.numel():
         low, high = (float(end) for end in torch.aminmax(at.detach()))
-        if not (low >= -FARTHEST and high < limit.value):
+        if not (low >= -MAX_POSITION and high < limit.value):
             below = f"below {limit.name}={limit.value}" if limit.name else "at most 2**31"
             rule = f"{name} must be finite and {below}"
             fail(who, rule, f"{low:g} to {high:g}", "Pass smaller coordinates.")

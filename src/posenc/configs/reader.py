@@ -175,7 +175,7 @@ class Config:
         return value
 
     def count(
-        self, argument: str, *keys: str, default: int | None = None, most: int = checks.FARTHEST
+        self, argument: str, *keys: str, default: int | None = None, most: int = checks.MAX_POSITION
     ) -> int:
         """The first of ``keys`` that the config has, for ``argument`` of an encoding."""
         for key in keys:

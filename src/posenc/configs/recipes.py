@@ -442,4 +442,4 @@ def _count(config: Config, keys: Mapping[str, Any], key: str) -> int | None:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value <= checks.FARTHEST
+    return type(value) is int and 0 < value <= checks.MAX_POSITION

@@ -11,25 +11,25 @@ from torch import Tensor
 from posenc._contract import position_checks as checks
 from posenc._contract.checks import describe, fail
 from posenc._contract.position_checks import UNLIMITED, Limit
-from posenc.ops import RowOutOfRange, Rows
+from posenc.ops import RowOutOfRange, TableRows
 
 Result = TypeVar("Result")
 
 
 def rows_of(
     who: str, x: Tensor, offset: int | Tensor, position_ids: Tensor | None, limit: Limit = UNLIMITED
-) -> Rows:
+) -> TableRows:
     """Table rows of the tokens of ``x``, ``(B, ..., L, D)``; values in a tensor are not checked."""
     if position_ids is not None:
         if type(offset) is not int or offset != 0:
             checks.exclusive_offset(who, offset)
         ids = checks.position_ids(who, position_ids, x, limit)
-        return Rows(0, ids if ids.dim() == 2 else ids[None])
+        return TableRows(0, ids if ids.dim() == 2 else ids[None])
     if type(offset) is not int and isinstance(offset, (Tensor, list, tuple)):
-        return Rows(0, checks.offsets(who, offset, x)[:, None])
+        return TableRows(0, checks.offsets(who, offset, x)[:, None])
     start = checks.first_position(who, offset)
     checks.check_range(who, start, x.shape[-2], limit)
-    return Rows(start)
+    return TableRows(start)
 
 
 def offset_by_position(
@@ -60,7 +60,7 @@ def offset_by_position(
     return value
 
 
-def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:
+def positions_of(who: str, x: Tensor, rows: TableRows, limit: Limit = UNLIMITED) -> Tensor:
     """Positions of the tokens of ``x``, checked: int64 ``(B, L)``, or ``(L,)`` if shared."""
     if rows.positions is None:
         return torch.arange(rows.start, rows.start + x.shape[-2], device=x.device)
@@ -68,7 +68,7 @@ def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> T
 
 
 def checked_positions(
-    who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED
+    who: str, x: Tensor, rows: TableRows, limit: Limit = UNLIMITED
 ) -> tuple[Tensor, int | None]:
     """The positions that a tensor has, and the largest plus one, if that can be read."""
     at = rows.as_index(x.shape[-2], x.device)

@@ -15,7 +15,7 @@ from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.functional._positions import positions_of, rows_of, run_kernel
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 from posenc.ops.rotation.rotation import (
     rotate_in_place_op,
     rotate_op,
@@ -68,7 +68,7 @@ def rotary_pos_embedding(
     rows = rows_of(who, input_, offset, position_ids)
     cos, sin = cos_sin(positions_of(who, input_, rows), spectrum)
     xs, spec = [with_heads(input_)], Spec(interleaved, interleaved)
-    (rotated,) = rotate_rows(who, UNLIMITED, xs, cos, sin, Rows(), spec)
+    (rotated,) = rotate_rows(who, UNLIMITED, xs, cos, sin, TableRows(), spec)
     return without_heads(rotated, input_)
 
 
@@ -267,7 +267,7 @@ def rotate_rows(
     xs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
+    rows: TableRows,
     spec: Spec,
     *,
     in_place: bool = False,
@@ -392,7 +392,7 @@ def arguments(
     interleaved: bool,
     interleaved_out: bool | None,
     last: bool,
-) -> tuple[Limit, list[Tensor], Tensor, Tensor, Rows, Spec]:
+) -> tuple[Limit, list[Tensor], Tensor, Tensor, TableRows, Spec]:
     """Check the arguments of :func:`rotate` and return those of :func:`rotate_rows`."""
     check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))
     xs = swap_heads(xs, seq_dim)

@@ -16,7 +16,7 @@ from posenc._contract.tracing import is_plain
 from posenc.functional._positions import run_kernel
 from posenc.functional.norm import check_weight, is_norm
 from posenc.functional.rotary import arguments, layout_of, swap_heads
-from posenc.ops import LARGEST, Norm, Rows, SlotOutOfRange, Spec, Store, Write
+from posenc.ops import LARGEST, CacheTarget, CacheWrite, Norm, SlotOutOfRange, Spec, TableRows
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.rotation.spec import PAGES_OF_TOKENS
 
@@ -213,7 +213,7 @@ def check_write(
     slots: Tensor,
     as_tokens: bool,
     options: CacheOptions,
-) -> Write:
+) -> CacheWrite:
     """Check all arguments but the rotation's; q and k are checked, and ``(B, H, L, D)`` like v."""
     q, k, v = qkv
     _check_values(who, q, k, v)
@@ -229,31 +229,31 @@ def check_write(
     slots = _check_slots(who, slots, q, as_tokens)
     nhd = options.cache_layout == "NHD"
     k_scales, v_scales = options.k_scale_cache, options.v_scale_cache
-    k_store = _check_store(who, "k", k, caches[0], options.k_scale, k_scales, slots, nhd)
-    v_store = _check_store(who, "v", v, caches[1], options.v_scale, v_scales, slots, nhd)
-    if k_store.slots() != v_store.slots():
-        got = f"{k_store.slots()} and {v_store.slots()}"
+    k_target = _check_target(who, "k", k, caches[0], options.k_scale, k_scales, slots, nhd)
+    v_target = _check_target(who, "v", v, caches[1], options.v_scale, v_scales, slots, nhd)
+    if k_target.slots() != v_target.slots():
+        got = f"{k_target.slots()} and {v_target.slots()}"
         hint = "Give both caches as many pages of the same length."
         checks.fail(who, "k_cache and v_cache must have one number of slots", got, hint)
     _check_caches(who, *caches, k_scales, v_scales)
     norm = Norm(eps, shift)
-    return Write(q, k, v, slots, k_store, v_store, options.q_weight, options.k_weight, norm)
+    return CacheWrite(q, k, v, slots, k_target, v_target, options.q_weight, options.k_weight, norm)
 
 
 def cache_rows(
-    who: str, limit: Limit, write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+    who: str, limit: Limit, write: CacheWrite, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec
 ) -> Tensor:
     """Run the kernel; errors for rows as in :func:`run_kernel`, and for slots a ValueError."""
     if torch.is_grad_enabled():
-        *tensors, k_store, v_store, q_weight, k_weight, _ = write
+        *tensors, k_target, v_target, q_weight, k_weight, _ = write
         read = *tensors, q_weight, k_weight, cos, sin
-        if any(t is not None and t.requires_grad for t in (*read, *k_store, *v_store)):
+        if any(t is not None and t.requires_grad for t in (*read, *k_target, *v_target)):
             rule = "no tensor may require a gradient, because a cache passes none on"
             checks.fail(who, rule, "one that does", "Call it under torch.no_grad().")
     try:
         return run_kernel(who, limit, ops.rotate_and_cache, write, cos, sin, rows, spec)
     except SlotOutOfRange as error:
-        rule = f"slot_mapping must be in [0, {write.k_store.slots()}), or -1 to store nothing"
+        rule = f"slot_mapping must be in [0, {write.k_target.slots()}), or -1 to store nothing"
         checks.fail(who, rule, error.slot, "slot = page index * page size + index in the page.")
 
 
@@ -282,7 +282,7 @@ def _check_slots(who: str, slots: Any, q: Tensor, as_tokens: bool) -> Tensor:
     return slots[None] if as_tokens else slots  # type: ignore[no-any-return]
 
 
-def _check_store(
+def _check_target(
     who: str,
     name: str,
     x: Tensor,
@@ -291,7 +291,7 @@ def _check_store(
     scales: Any,
     slots: Tensor,
     nhd: bool,
-) -> Store:
+) -> CacheTarget:
     """The cache of ``x`` and its scales, all with heads before tokens."""
     if not isinstance(cache, Tensor) or (cache.dtype != x.dtype and cache.dtype not in LARGEST):
         rule = f"{name}_cache must be a tensor in {x.dtype}, float8_e4m3fn, float8_e5m2 or int8"
@@ -312,7 +312,7 @@ def _check_store(
             rule = f"{name}_cache of 8 bits needs {name}_scale or {name}_scale_cache"
             hint = f"Pass the {name}_scales[layer] of a PagedCache with scales, or a {name}_scale."
             checks.fail(who, rule, f"a {cache.dtype} cache and neither", hint)
-        return Store(view)
+        return CacheTarget(view)
     both = scale is not None and scales is not None
     if both or cache.dtype == x.dtype:
         rule = f"{name}_scale and {name}_scale_cache exclude each other, and need a cache of 8 bits"
@@ -331,12 +331,12 @@ def _check_store(
     if scale is not None:
         scale = _expanded(who, f"{name}_scale", scale, (*slots.shape, heads))
         # A kernel would not see the negative bit.
-        return Store(view, scale.resolve_neg().transpose(1, 2))
+        return CacheTarget(view, scale.resolve_neg().transpose(1, 2))
     if scales.shape != shape[:3]:
         rule = f"{name}_scale_cache must have shape {tuple(shape[:3])}"
         got = f"shape {tuple(scales.shape)}"
         checks.fail(who, rule, got, "Pass one scale for each row of the cache.")
-    return Store(view, None, scales.transpose(1, 2) if nhd else scales)
+    return CacheTarget(view, None, scales.transpose(1, 2) if nhd else scales)
 
 
 def _scale_tensor(scale: float, x: Any) -> Any:

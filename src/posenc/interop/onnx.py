@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from posenc.nn import STRING
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.rotation import exported_as
 
@@ -140,7 +140,7 @@ def _cos(x: Any) -> Any:
     return op.Sub(one, op.Mul(two, op.Mul(sine, sine)))
 
 
-def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec) -> Tensor:
     """The rotation by ONNX's operator, or by plain operations if the operator cannot do it."""
     own_rows = cos.dim() == 3 and (rows.positions is not None or cos.shape[1] != x.shape[2])
     if x.dtype == torch.float64 or spec.interleaved != spec.interleaved_out or own_rows:

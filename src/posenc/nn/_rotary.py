@@ -19,7 +19,7 @@ from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles, round_once
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 
 Result = TypeVar("Result")
 # What the base of a `RoPE` is if none is passed.
@@ -69,8 +69,8 @@ def by_tables(
     who: str,
     tables: SharedTables,
     xs: list[Tensor],
-    rows: Rows,
-    run: Callable[[Tensor, Tensor, Rows], Result],
+    rows: TableRows,
+    run: Callable[[Tensor, Tensor, TableRows], Result],
     *learned: Tensor,
 ) -> Result:
     """``run(cos, sin, rows)`` for ``xs`` of ``(B, H, L, D)``; the shared tables grow as needed.
@@ -90,7 +90,7 @@ def by_tables(
     if kept is None:
         at = positions_of(who, x, rows) if at is None else at
         cos, sin = tables.at(at)
-        return run(cos, sin, Rows())
+        return run(cos, sin, TableRows())
     cos, sin = kept
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *learned))
     if needed is not None and recorded:
@@ -131,7 +131,7 @@ class RopeAngles:
         position_ids: Tensor | None,
         seq_len: Any,
         inverse: bool,
-    ) -> tuple[Rows, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[TableRows, tuple[Tensor, Tensor] | None]:
         """The table rows of ``x``, and the tables of this call, or None for the shared ones."""
         axes, limit, length = self.spectrum.axes, self.limit, None
         if isinstance(position_ids, Tensor) and (
@@ -153,7 +153,7 @@ class RopeAngles:
             if length is None and (not inverse or self.usual.gain() == 1.0):
                 return rows, None
             phi, gain = self.at(for_axes(positions_of(who, x, rows, limit), axes), length)
-        return Rows(), tables_of(phi, x.device, 1 / gain if inverse else gain)
+        return TableRows(), tables_of(phi, x.device, 1 / gain if inverse else gain)
 
     def rule_length(self, who: str, x: Tensor, seq_len: Any) -> int | Tensor | None:
         """Check and return ``seq_len``, or None if the spectrum at that length is :attr:`usual`."""
@@ -248,7 +248,7 @@ class RotatedKeys(TableModule):
         offset: int | Tensor,
         position_ids: Tensor | None,
         seq_len: int | Tensor | None,
-        run: Callable[[Tensor, Tensor, Rows], Result],
+        run: Callable[[Tensor, Tensor, TableRows], Result],
         *learned: Tensor,
         inverse: bool = False,
     ) -> Result:
@@ -308,7 +308,7 @@ class RotatedKeys(TableModule):
         old, old_gain = angles.at_coordinates(
             who, "from_positions", k, from_positions, from_seq_len
         )
-        return self._rotate_again(who, k, phi - old, gain / old_gain, Rows())
+        return self._rotate_again(who, k, phi - old, gain / old_gain, TableRows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Add ``by`` to the positions of rotated keys.
@@ -330,7 +330,7 @@ class RotatedKeys(TableModule):
         if isinstance(by, Tensor):
             at = position_checks.offsets(who, by, k, "by")
         else:
-            by = checks.integer(who, "by", by, least=-checks.FARTHEST)
+            by = checks.integer(who, "by", by, least=-checks.MAX_POSITION)
             at = torch.full((1,), by, device=k.device)
         if seq_len is None and angles.trained is not None:
             rule = type(angles.spectrum.scaling).__name__
@@ -340,7 +340,7 @@ class RotatedKeys(TableModule):
         phi, _ = angles.at(for_axes(at[:, None], angles.spectrum.axes), length)
         # One row serves every token of a sequence.
         first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
-        return self._rotate_again(who, k, phi, 1.0, Rows(0, first))
+        return self._rotate_again(who, k, phi, 1.0, TableRows(0, first))
 
     def tables(
         self,
@@ -385,7 +385,7 @@ class RotatedKeys(TableModule):
         rotary.check_heads(who, "k", [k], self._key_dim, self.seq_dim)
         return rotary.swap_heads([k], self.seq_dim)[0]
 
-    def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
+    def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: TableRows) -> Tensor:
         tables = tables_of(phi, k.device, gain)
         ys = rotary.rotate_rows(who, self._angles.limit, [k], *tables, rows, self._key_spec)
         return rotary.swap_heads(ys, self.seq_dim)[0]

@@ -20,7 +20,7 @@ from posenc.nn._module import ReadOnlyArguments, load_scalars
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
-from posenc.ops import Rows
+from posenc.ops import TableRows
 
 
 class AddedTable(TableModule):
@@ -64,7 +64,7 @@ def _sinusoid_table(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -
 
 
 def _rows(
-    who: str, tables: SharedTables, x: Tensor, rows: Rows, limit: Limit = UNLIMITED
+    who: str, tables: SharedTables, x: Tensor, rows: TableRows, limit: Limit = UNLIMITED
 ) -> Tensor:
     """The encodings of the positions of ``x``."""
     dtype, start = torch.promote_types(x.dtype, torch.float32), rows.start
@@ -314,7 +314,7 @@ class SinusoidalGrid(AddedTable):
             f"{self.prefix} + " * bool(self.prefix) + " x ".join(map(str, self.size)) + " tokens"
         )
         checks.equal(who, tokens, length, self.prefix + math.prod(self.size), hint)
-        return self._sum(x, _rows(who, self._tables, x, Rows()))
+        return self._sum(x, _rows(who, self._tables, x, TableRows()))
 
 
 class LearnedPosEmbedding(ReadOnlyArguments):

@@ -18,7 +18,7 @@ from posenc.nn._module import KeepsFloat32, ReadOnlyArguments, with_offset
 from posenc.nn._rotary import tables_of
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import float64_device, of_angles, widest
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 
 
 class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
@@ -147,7 +147,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         if self.num_kv_heads == 1:
             # One table for all heads, and one pass for queries and keys.
             tables, spec = tables_of(phi.squeeze(-3), q.device, 1.0), self._spec()
-            q, k = rotate_rows(who, UNLIMITED, [q, k], *tables, Rows(), spec)
+            q, k = rotate_rows(who, UNLIMITED, [q, k], *tables, TableRows(), spec)
             return q, k
         cos, sin = of_angles(phi, q.device)
         return self._rotated(who, q, cos, sin), self._rotated(who, k, cos, sin)
@@ -188,10 +188,12 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         if cos.dim() == 3:
             # The kernel takes a table for each index of the first axis: put the heads there.
             heads = x.transpose(0, 1)
-            return rotate_rows(who, UNLIMITED, [heads], cos, sin, Rows(), spec)[0].transpose(0, 1)
+            return rotate_rows(who, UNLIMITED, [heads], cos, sin, TableRows(), spec)[0].transpose(
+                0, 1
+            )
         heads = x.flatten(0, 1).unsqueeze(1)
         cos, sin = (table.expand(x.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
-        return rotate_rows(who, UNLIMITED, [heads], cos, sin, Rows(), spec)[0].view(x.shape)
+        return rotate_rows(who, UNLIMITED, [heads], cos, sin, TableRows(), spec)[0].view(x.shape)
 
 
 class STRING(MixedRoPE):

@@ -21,7 +21,7 @@ from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import widest
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 
 
 class PoPE(KeepsFloat32, RotatedKeys):
@@ -161,7 +161,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
             limited = delta.detach().clamp(-math.tau, 0.0)
             delta = torch.where(delta == limited, delta, limited)
 
-        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+        def run(cos: Tensor, sin: Tensor, rows: TableRows) -> list[Tensor]:
             both = ((q, None), (k, delta))
             return [run_kernel(who, limit, ops.polar, *x, cos, sin, rows) for x in both]
 

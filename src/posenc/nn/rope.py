@@ -33,7 +33,7 @@ from posenc.nn._rotary import (
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 from posenc.ops.rotation.rotation import rotate_qk_in_place_op, rotate_qk_op
 from posenc.ops.rotation.spec import TOKENS_FIRST, WIDTH
 
@@ -266,11 +266,11 @@ class RoPE(RotatedKeys):
         q, k = swap_heads([q, k], at)
         ahead, limit, spec = k.shape[2] - q.shape[2], self._angles.limit, self._spec
 
-        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
-            last = Rows(rows.start + ahead)
+        def run(cos: Tensor, sin: Tensor, rows: TableRows) -> list[Tensor]:
+            last = TableRows(rows.start + ahead)
             if rows.positions is not None:
                 ids = rows.positions
-                last = Rows(0, ids + ahead if rows.is_sequential() else ids[:, ahead:])
+                last = TableRows(0, ids + ahead if rows.is_sequential() else ids[:, ahead:])
             queries = rotary.rotate_rows(who, limit, [q], cos, sin, last, spec)
             return queries + rotary.rotate_rows(who, limit, [k], cos, sin, rows, spec)
 
@@ -342,7 +342,7 @@ class RoPE(RotatedKeys):
         q, k, v = swap_heads([q, k, v], seq_dim)
         write = check_write(who, (q, k, v), caches, slot_mapping, as_tokens, options)
 
-        def run(cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+        def run(cos: Tensor, sin: Tensor, rows: TableRows) -> Tensor:
             return cache_rows(who, self._angles.limit, write, cos, sin, rows, self._spec)
 
         rotated = self._by_tables(who, [q], offset, position_ids, seq_len, run)
@@ -404,7 +404,7 @@ class RoPE(RotatedKeys):
         xs = swap_heads(xs, self.seq_dim)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
 
-        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+        def run(cos: Tensor, sin: Tensor, rows: TableRows) -> list[Tensor]:
             return rotary.rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
 
         ys = self._by_tables(who, xs, offset, position_ids, seq_len, run, inverse=inverse)

@@ -23,7 +23,7 @@ from posenc.nn._rotary import by_tables, rotary_tables
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
-from posenc.ops import Rows, Spec
+from posenc.ops import Spec, TableRows
 
 
 class RotaryPosEmbedding(TableModule):
@@ -102,7 +102,7 @@ class RotaryPosEmbedding(TableModule):
             tables = self._of_width(width, input_.device)
         x, spec = with_heads(input_), Spec(self.interleaved, self.interleaved)
 
-        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+        def run(cos: Tensor, sin: Tensor, rows: TableRows) -> list[Tensor]:
             return rotate_rows(who, limit, [x], cos, sin, rows, spec)
 
         (rotated,) = by_tables(who, tables, [x], rows, run)

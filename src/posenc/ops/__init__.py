@@ -7,25 +7,25 @@ from posenc.ops.rotation.reference import add
 from posenc.ops.rotation.rotation import norm_rotate, norm_rotate_qk, rotate, rotate_
 from posenc.ops.rotation.spec import (
     LARGEST,
+    CacheTarget,
+    CacheWrite,
     Norm,
     RowOutOfRange,
-    Rows,
     SlotOutOfRange,
     Spec,
-    Store,
-    Write,
+    TableRows,
 )
 
 __all__ = [
     "LARGEST",
     "Backend",
+    "CacheTarget",
+    "CacheWrite",
     "Norm",
     "RowOutOfRange",
-    "Rows",
     "SlotOutOfRange",
     "Spec",
-    "Store",
-    "Write",
+    "TableRows",
     "add",
     "backends",
     "norm_rotate",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracles import tables
-from posenc.ops.rotation.spec import Norm, Rows, Spec, Store, Write
+from posenc.ops.rotation.spec import CacheTarget, CacheWrite, Norm, Spec, TableRows
 from support.caches import (
     BACKENDS,
     GIVEN,
@@ -58,10 +58,10 @@ def check(run, x, v, weights, spec, norm, cache_dtype, kind):
     given = [None if worked_out else GIVEN[kind](batch, length, heads) for _ in caches]
     expanded = [None if g is None else g.expand(batch, length, heads).mT for g in given]
     scales = [torch.full(cache.shape[:3], -1.0) if worked_out else None for cache in caches]
-    stores = [Store(*parts) for parts in zip(caches, expanded, scales, strict=True)]
+    stores = [CacheTarget(*parts) for parts in zip(caches, expanded, scales, strict=True)]
     cos, sin = TABLES[spec.pairs]
-    write = Write(q, k, v, SLOTS, *stores, *weights, norm)
-    rotated = run(write, cos, sin, Rows(0, AT), spec.spec)
+    write = CacheWrite(q, k, v, SLOTS, *stores, *weights, norm)
+    rotated = run(write, cos, sin, TableRows(0, AT), spec.spec)
     ulps = CUT.get((NAMES[run], k.dtype), 0.51)
 
     exact, magnitude = exact_rows(q, weights[0], cos, sin, AT, spec.spec, norm)
@@ -157,9 +157,9 @@ def stored(run, x, dtype, **store):
     """The row ``x`` of (1, 1, 1, D) as a cache of ``dtype`` holds it; it is turned by zero."""
     cache = torch.full((1, 1, 1, x.shape[3]), 77.0).to(dtype)
     still = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-    values = Store(torch.zeros_like(cache))
-    write = Write(x, x, x, torch.zeros(1, 1).long(), Store(cache, **store), values)
-    run(write, *still, Rows(), Spec())
+    values = CacheTarget(torch.zeros_like(cache))
+    write = CacheWrite(x, x, x, torch.zeros(1, 1).long(), CacheTarget(cache, **store), values)
+    run(write, *still, TableRows(), Spec())
     assert torch.equal(cache.view(torch.uint8), values.cache.view(torch.uint8)) or store
     return cache.flatten()
 
@@ -203,13 +203,15 @@ def test_every_instruction_set_and_number_of_threads_stores_the_same_rows(dtype)
             check(BACKENDS["c"], (q, k), v, weights, span, Norm(), None, "none")
     long = [torch.randn(1, heads, 700, 128).to(DTYPES[dtype]) for heads in (2, 1, 1)]
     at, slots = torch.arange(700) % 9, torch.randperm(700)
-    how = *tables(9, 64), Rows(0, at[None]), Spec(False, False)
+    how = *tables(9, 64), TableRows(0, at[None]), Spec(False, False)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             caches = [torch.zeros(7, 1, 100, 128).to(k.dtype) for _ in "kv"]
-            write = Write(*long, slots[None], *map(Store, caches), *[torch.ones(128)] * 2)
+            write = CacheWrite(
+                *long, slots[None], *map(CacheTarget, caches), *[torch.ones(128)] * 2
+            )
             rotated = BACKENDS["c"](write, *how)
             results.append([t.view(torch.uint8) for t in (rotated, *caches)])
     finally:

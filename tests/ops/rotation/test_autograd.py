@@ -13,7 +13,7 @@ from posenc import ops
 from posenc.ops import native
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.rotation import rotate_qk_op
-from posenc.ops.rotation.spec import Rows, Spec
+from posenc.ops.rotation.spec import Spec, TableRows
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["interleaved", "half"])
@@ -23,7 +23,7 @@ def test_rotate_has_gradients_of_every_order(inner, outer):
     q = torch.randn(2, 3, 3, 8, dtype=torch.float64, requires_grad=True)
     k = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = tables(9, 3)
-    rows = Rows(0, torch.tensor([[3, 1, 4], [1, 5, 8]]))
+    rows = TableRows(0, torch.tensor([[3, 1, 4], [1, 5, 8]]))
     assert gradcheck(lambda q, k: tuple(ops.rotate([q, k], cos, sin, rows, spec)), (q, k))
     assert gradgradcheck(lambda q, k: tuple(ops.rotate([q, k], cos, sin, rows, spec)), (q, k))
 
@@ -34,13 +34,13 @@ def test_in_place_is_safe_for_autograd():
 
     def rotated(x):
         y = x * 1
-        ops.rotate_([y], cos, sin, Rows(), Spec())
+        ops.rotate_([y], cos, sin, TableRows(), Spec())
         return y * y
 
     assert gradcheck(rotated, x)
     before = x.detach().clone()
     with pytest.raises(RuntimeError, match="leaf"):
-        ops.rotate_([x], cos, sin, Rows(), Spec())
+        ops.rotate_([x], cos, sin, TableRows(), Spec())
     assert torch.equal(x.detach(), before)
 
 
@@ -50,14 +50,14 @@ def test_autograd_sees_a_write_in_place(mode):
     w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
     product = (w * x).sum()
     with mode():
-        ops.rotate_([x], cos, sin, Rows(), Spec())
+        ops.rotate_([x], cos, sin, TableRows(), Spec())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
 
 def test_a_refused_write_changes_no_tensor_and_no_version():
     cos, sin = tables(4, 4)
-    x, bad = torch.randn(1, 1, 4, 8), Rows(0, torch.tensor([[0, 1, 2, 4]]))
+    x, bad = torch.randn(1, 1, 4, 8), TableRows(0, torch.tensor([[0, 1, 2, 4]]))
     for mode in (nullcontext(), FlopCounterMode(display=False)):
         with mode, pytest.raises(ValueError, match="positions must be in"):
             ops.rotate_([x], cos, sin, bad, Spec())
@@ -66,7 +66,7 @@ def test_a_refused_write_changes_no_tensor_and_no_version():
     k, _ = (torch.randn(1, 4, 4, 8, requires_grad=True) * 1).chunk(2, 1)
     before = q.detach().clone()
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        ops.rotate_([q, k], cos, sin, Rows(), Spec())
+        ops.rotate_([q, k], cos, sin, TableRows(), Spec())
     assert torch.equal(q, before)
 
 
@@ -76,7 +76,7 @@ def test_only_the_tensor_that_requires_a_gradient_gets_one(mode, backend):
     cos, sin = tables(4, 4)
 
     def rotated(q, k):
-        return ops.rotate([q, k], cos, sin, Rows(), Spec())
+        return ops.rotate([q, k], cos, sin, TableRows(), Spec())
 
     rotated = torch.compile(rotated, backend=backend) if backend else rotated
     x, still = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 3, 4, 8)
@@ -85,8 +85,8 @@ def test_only_the_tensor_that_requires_a_gradient_gets_one(mode, backend):
             ys = rotated(q, k)
         assert [y.requires_grad for y in ys] == [q is x, k is x]
         (got,) = torch.autograd.grad((ys[0] * ys[1]).sum(), x)
-        other = reference.rotate(still, cos, sin, Rows(), Spec())
-        wanted = reference.rotate(other, cos, sin, Rows(), Spec().transpose())
+        other = reference.rotate(still, cos, sin, TableRows(), Spec())
+        wanted = reference.rotate(other, cos, sin, TableRows(), Spec().transpose())
         torch.testing.assert_close(got, wanted)
 
 
@@ -96,7 +96,7 @@ def test_in_place_gives_gradients_to_tables_and_tangents():
 
     def rotated(cos, sin):
         y = x.clone()
-        ops.rotate_([y], cos, sin, Rows(), Spec())
+        ops.rotate_([y], cos, sin, TableRows(), Spec())
         return y
 
     assert gradcheck(rotated, (cos, sin), check_forward_ad=True)
@@ -105,7 +105,7 @@ def test_in_place_gives_gradients_to_tables_and_tangents():
 @pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 4, 8), (1, 0, 4, 8)])
 def test_empty_tensors_have_gradients(shape):
     x = torch.randn(shape, requires_grad=True)
-    (y,) = ops.rotate([x], *tables(4, 4), Rows(), Spec())
+    (y,) = ops.rotate([x], *tables(4, 4), TableRows(), Spec())
     y.sum().backward()
     assert x.grad.shape == shape
 
@@ -113,11 +113,11 @@ def test_empty_tensors_have_gradients(shape):
 def test_a_default_device_and_a_lazy_sign_change_nothing():
     cos, sin = tables(4, 4)
     x = torch.randn(1, 2, 8, 4).transpose(-1, -2)
-    wanted = reference.rotate(x, cos, sin, Rows(), Spec())
+    wanted = reference.rotate(x, cos, sin, TableRows(), Spec())
     with torch.device("meta"):
-        (got,) = ops.rotate([x], cos, sin, Rows(), Spec())
+        (got,) = ops.rotate([x], cos, sin, TableRows(), Spec())
     assert torch.equal(got, wanted)
-    (negated,) = ops.rotate([torch._neg_view(x)], cos, sin, Rows(), Spec())
+    (negated,) = ops.rotate([torch._neg_view(x)], cos, sin, TableRows(), Spec())
     assert torch.equal(negated, -wanted)
 
 
@@ -128,9 +128,9 @@ def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
 
     @torch.compile(fullgraph=True)
     def rotated(x):
-        return ops.rotate([x], cos, sin, Rows(), Spec())[0].contiguous() + 1
+        return ops.rotate([x], cos, sin, TableRows(), Spec())[0].contiguous() + 1
 
-    torch.testing.assert_close(rotated(x), reference.rotate(x, cos, sin, Rows(), Spec()) + 1)
+    torch.testing.assert_close(rotated(x), reference.rotate(x, cos, sin, TableRows(), Spec()) + 1)
 
 
 def test_compiled_calls_run_the_op_and_agree():
@@ -144,12 +144,12 @@ def test_compiled_calls_run_the_op_and_agree():
 
     @torch.compile(fullgraph=True, dynamic=True, backend=backend)
     def rotated(q, k, start):
-        return ops.rotate([q, k], cos, sin, Rows(start), Spec(False, False))
+        return ops.rotate([q, k], cos, sin, TableRows(start), Spec(False, False))
 
     for length, start in itertools.product((3, 9), (0, 5)):
         q, k = torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16)
         for got, x in zip(rotated(q, k, start), (q, k), strict=True):
-            wanted = reference.rotate(x, cos, sin, Rows(start), Spec(False, False))
+            wanted = reference.rotate(x, cos, sin, TableRows(start), Spec(False, False))
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
     assert rotate_qk_op.overload in called
 
@@ -161,21 +161,23 @@ def test_compiled_calls_write_in_place(grad):
     @torch.compile(fullgraph=True)
     def rotated(x):
         y = x * 2
-        ops.rotate_([y], cos, sin, Rows(), Spec())
+        ops.rotate_([y], cos, sin, TableRows(), Spec())
         return y
 
     x = torch.randn(2, 2, 4, 8, requires_grad=grad)
     y = rotated(x)
-    torch.testing.assert_close(y, reference.rotate(x * 2, cos, sin, Rows(), Spec()))
+    torch.testing.assert_close(y, reference.rotate(x * 2, cos, sin, TableRows(), Spec()))
     if grad:
         y.sum().backward()
-        (wanted,) = torch.autograd.grad(reference.rotate(x * 2, cos, sin, Rows(), Spec()).sum(), x)
+        (wanted,) = torch.autograd.grad(
+            reference.rotate(x * 2, cos, sin, TableRows(), Spec()).sum(), x
+        )
         torch.testing.assert_close(x.grad, wanted)
 
 
 def test_a_gradient_of_zeros_without_memory():
     cos, sin = tables(4, 4)
     x = torch.randn(2, 3, 4, 8, requires_grad=True)
-    y = ops.rotate([x], cos, sin, Rows(), Spec())[0]
+    y = ops.rotate([x], cos, sin, TableRows(), Spec())[0]
     (got,) = torch.autograd.grad(y, x, torch._efficientzerotensor(y.shape))
     assert torch.equal(got, torch.zeros_like(x))

@@ -7,7 +7,7 @@ import oracles
 from oracles import tables
 from posenc.ops import backends, native
 from posenc.ops.rotation import reference
-from posenc.ops.rotation.spec import Rows, Spec
+from posenc.ops.rotation.spec import Spec, TableRows
 from support.rotations import DTYPES, LAYOUTS, by_c, check, instruction_sets
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the extension was not built")
@@ -23,10 +23,10 @@ def test_threads_do_the_same_as_one(dtype, heads_together):
     threads = torch.get_num_threads()
     for count, y in zip((1, 4), ys, strict=True):
         torch.set_num_threads(count)
-        by_c([x], [y], cos, sin, Rows(), Spec())
+        by_c([x], [y], cos, sin, TableRows(), Spec())
     torch.set_num_threads(threads)
     assert torch.equal(*ys)
-    check("c", [x], cos, sin, Rows(), Spec(), slice(0, 101))
+    check("c", [x], cos, sin, TableRows(), Spec(), slice(0, 101))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -39,8 +39,8 @@ def test_special_numbers_keep_their_meaning(dtype):
     for interleaved in (True, False):
         y = torch.empty_like(x)
         cos, sin = torch.ones(1, 16).double(), torch.zeros(1, 16).double()
-        by_c([x], [y], cos, sin, Rows(), Spec(interleaved, interleaved))
-        finite = reference.rotate(x, cos, sin, Rows(), Spec(interleaved, interleaved))
+        by_c([x], [y], cos, sin, TableRows(), Spec(interleaved, interleaved))
+        finite = reference.rotate(x, cos, sin, TableRows(), Spec(interleaved, interleaved))
         torch.testing.assert_close(y, finite, rtol=0, atol=0, equal_nan=True)
 
 
@@ -52,8 +52,8 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
         cos = torch.full((512, 64), 1 / 3, dtype=torch.float64)
         sin = torch.full((512, 64), -0.7, dtype=torch.float64)
         y = torch.empty_like(x)
-        by_c([x], [y], cos, sin, Rows(), Spec(False, False))
-        wanted = reference.rotate(x, cos, sin, Rows(), Spec(False, False))
+        by_c([x], [y], cos, sin, TableRows(), Spec(False, False))
+        wanted = reference.rotate(x, cos, sin, TableRows(), Spec(False, False))
         same = (y == wanted) | (y.isnan() & wanted.isnan())
         # A fused multiply-add moves a tie now and then, by one spacing.
         assert same.float().mean() > 0.999
@@ -72,7 +72,7 @@ def test_every_instruction_set_is_right(dtype, inner, outer, pytestconfig):
         ran.append(isa)
         for pairs in (1, 31, 32, 50, 96):
             x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
-            check("c", [x], *tables(5, pairs), Rows(), Spec(inner, outer), slice(0, 5))
+            check("c", [x], *tables(5, pairs), TableRows(), Spec(inner, outer), slice(0, 5))
     assert best == (pytestconfig.getoption("--isa") or ran[0])
 
 
@@ -82,9 +82,9 @@ def test_several_tiles_of_table_rows_serve_all_heads_and_sequences(dtype, own):
     """More tokens than one tile of table rows, which serves all heads of both, and all sequences
     where they take the same rows."""
     q, k = (torch.randn(2, heads, 700, 64).to(DTYPES[dtype]) for heads in (3, 1))
-    rows, index = Rows(5), torch.arange(5, 705)
+    rows, index = TableRows(5), torch.arange(5, 705)
     if own:
-        rows, index = Rows(0, torch.tensor([[5], [9]])), torch.tensor([[5], [9]]) + index - 5
+        rows, index = TableRows(0, torch.tensor([[5], [9]])), torch.tensor([[5], [9]]) + index - 5
     check("c", [q, k], *tables(720, 32), rows, Spec(False, False), index)
 
 

@@ -14,7 +14,7 @@ from posenc import ops
 from posenc.functional import qk_norm_rope, rotary_pos_embedding
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.rotation import rotate_op
-from posenc.ops.rotation.spec import Rows, Spec
+from posenc.ops.rotation.spec import Spec, TableRows
 
 ROPE, ALIBI, ONES = posenc.RoPE(8), posenc.ALiBi(2), torch.ones(8)
 COS, SIN = tables(9, 4)
@@ -81,9 +81,9 @@ def test_a_compiled_jacobian_is_the_eager_one(case):
 
 
 ROWS = {
-    "start": Rows(2),
-    "ids": Rows(0, torch.tensor([[3, 1, 4, 1, 5], [0, 2, 2, 8, 1]])),
-    "offsets": Rows(1, torch.tensor([[0], [2]])),
+    "start": TableRows(2),
+    "ids": TableRows(0, torch.tensor([[3, 1, 4, 1, 5], [0, 2, 2, 8, 1]])),
+    "offsets": TableRows(1, torch.tensor([[0], [2]])),
 }
 SPEC = Spec(True, False, 2)
 

@@ -11,7 +11,7 @@ from posenc import ops
 from posenc.ops import native
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op
-from posenc.ops.rotation.spec import Norm, Rows, Spec, flatten
+from posenc.ops.rotation.spec import Norm, Spec, TableRows, flatten
 from support.assertions import assert_within_ulps
 from support.plans import planned
 from support.rotations import GPU, LAYOUTS, instruction_sets
@@ -37,7 +37,7 @@ def example(pairs, width, all_heads, dtype, device="cpu", length=5):
 def test_reference_is_norm_then_rotation(pairs, width, first, all_heads):
     x, weight, cos, sin = example(pairs, width, all_heads, torch.float64)
     norm, spec = Norm(1e-5, 1.0), Spec(False, False, first)
-    got = reference.norm_rotate(x, weight, cos, sin, Rows(2), spec, norm)
+    got = reference.norm_rotate(x, weight, cos, sin, TableRows(2), spec, norm)
     if all_heads:
         flat = x.transpose(1, 2).flatten(2)
         normed = torch.nn.functional.rms_norm(flat, (3 * width,), 1 + weight, 1e-5)
@@ -71,7 +71,7 @@ def interpreted():
 def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inner, outer, dtype):
     """A program takes one token: three of them, in two sequences, are as good as many."""
     x, weight, cos, sin = example(pairs, width, all_heads, dtype, GPU, length=3)
-    rows = Rows(0, torch.tensor([[0, 3, 8]], device=GPU))
+    rows = TableRows(0, torch.tensor([[0, 3, 8]], device=GPU))
     arguments = (cos, sin, rows, Spec(inner, outer, first), Norm(1e-6, 1.0))
     got = by_plan(x, weight, *arguments)
     g = torch.randn_like(got)
@@ -100,7 +100,7 @@ def test_triton_takes_rows_that_overlap():
     x = torch.randn(100, dtype=torch.float64, device=GPU).as_strided((1, 2, 5, 8), (50, 20, 1, 1))
     weight = torch.randn(8, dtype=torch.float64, device=GPU)
     cos, sin = (t.to(GPU) for t in oracles.exact_cos_sin(range(9), 8))
-    arguments = (cos, sin, Rows(), Spec(), Norm())
+    arguments = (cos, sin, TableRows(), Spec(), Norm())
     g = torch.randn(1, 2, 5, 8, dtype=torch.float64, device=GPU)
     found = (
         by_plan(x, weight, *arguments),
@@ -177,7 +177,7 @@ def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
     for transposed, eps in ((False, 1e-6), (True, 1e-2)):
         spec, norm = Spec(inner, outer, first, transposed), Norm(eps, 1.0)
         for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
-            check_c(x, weight, torch.randn_like(x), cos, sin, Rows(0, positions), spec, norm)
+            check_c(x, weight, torch.randn_like(x), cos, sin, TableRows(0, positions), spec, norm)
 
 
 @needs_c
@@ -194,7 +194,7 @@ def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
         before = weight.clone()
         for interleaved, g in itertools.product((False, True), gradients):
             spec = Spec(interleaved, interleaved)
-            check_c(x, weight, g, *tables, Rows(2), spec, norm)
+            check_c(x, weight, g, *tables, TableRows(2), spec, norm)
         assert torch.equal(weight, before)
 
 
@@ -204,7 +204,7 @@ def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
 def test_c_on_several_threads_is_c_on_one(dtype, all_heads):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
     weight = torch.randn(256 if all_heads else 64)
-    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6))
+    arguments = (*oracles.tables(600, 32), TableRows(), Spec(), Norm(1e-6))
     check_c(x, weight, torch.randn_like(x), *arguments)
     # 153,600 elements a piece: below what is shared out.
     pieces = [by_c(x[b : b + 1], weight, *arguments) for b in range(2)]
@@ -220,11 +220,11 @@ def test_c_keeps_nans_and_infinities():
         x[0, 0, 0, 3], x[0, 0, 1, 5] = float("nan"), float("inf")
         weight = torch.ones(8)
         tables = oracles.tables(3, 4)
-        got = by_c(x, weight, *tables, Rows(), Spec(), Norm())
+        got = by_c(x, weight, *tables, TableRows(), Spec(), Norm())
         assert got[0, 0, :2].isnan().any(-1).all()
         assert got[0, 0, 2].isfinite().all()
         weight[2] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN of all ones
-        got = by_c(x, weight, *tables, Rows(), Spec(), Norm())
+        got = by_c(x, weight, *tables, TableRows(), Spec(), Norm())
         assert got[0, 0, 2, 2:4].isnan().all()
 
 
@@ -236,7 +236,7 @@ def test_every_instruction_set_of_c_is_exact(interleaved, all_heads):
     for _ in instruction_sets():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x, weight, *tables = example(32, 70, all_heads, dtype)
-            check_c(x, weight, torch.randn_like(x), *tables, Rows(), spec, norm)
+            check_c(x, weight, torch.randn_like(x), *tables, TableRows(), spec, norm)
 
 
 @NORMS
@@ -245,7 +245,7 @@ def test_the_gradient_can_be_differentiated_again_and_batched(device, all_heads)
     x, weight, cos, sin = example(3, 8, all_heads, torch.float64, device)
 
     def normed(x, weight):
-        return ops.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6))
+        return ops.norm_rotate(x, weight, cos, sin, TableRows(), Spec(), Norm(1e-6))
 
     inputs = (x.requires_grad_(), weight.requires_grad_())
     assert gradcheck(normed, inputs, check_batched_grad=True)

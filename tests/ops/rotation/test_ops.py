@@ -6,12 +6,14 @@ from torch.autograd import gradcheck
 
 from oracles import tables
 from posenc.ops.rotation import reference, rotation
-from posenc.ops.rotation.spec import TWINS, Rows, Spec, flatten
+from posenc.ops.rotation.spec import DOUBLED_TABLES, Spec, TableRows, flatten
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("rows", [Rows(1), Rows(0, torch.tensor([[3, 1, 3], [0, 0, 3]]))], ids=str)
+@pytest.mark.parametrize(
+    "rows", [TableRows(1), TableRows(0, torch.tensor([[3, 1, 3], [0, 0, 3]]))], ids=str
+)
 @pytest.mark.parametrize("batched", [False, True])
 def test_ops_have_gradients_to_their_tables(rows, batched):
     spec = Spec(True, False, 2)
@@ -41,7 +43,7 @@ def test_the_ops_pass_opcheck(count, in_place):
     name = ("rotate" if count == 1 else "rotate_qk") + ("_" if in_place else "")
     op = getattr(torch.ops.posenc, name).default
     cos, sin = tables(9, 3, device)
-    for rows in (Rows(2), Rows(0, torch.tensor([[0, 1, 2, 8]], device=device))):
+    for rows in (TableRows(2), TableRows(0, torch.tensor([[0, 1, 2, 8]], device=device))):
         for grad in (False, not in_place):
             inputs = [x.clone().requires_grad_(grad) for x in xs]
             torch.library.opcheck(op, (*inputs, cos, sin, *flatten(rows, Spec(False, True, 2))))
@@ -175,7 +177,7 @@ def test_a_table_of_all_channels_is_told_from_one_of_pairs():
     x, wide = torch.randn(X), torch.randn(9, 4).double()
     for layout, table in ((0, wide[:, :2].repeat(1, 2)), (3, wide[:, :2].repeat_interleave(2, 1))):
         for call in (rotation.rotate_op.overload, in_python(rotation.rotate_op)):
-            got = call(x, table, table, None, 2, layout + TWINS)
+            got = call(x, table, table, None, 2, layout + DOUBLED_TABLES)
             assert torch.equal(got, call(x, wide[:, :2], wide[:, :2], None, 2, layout))
             assert not torch.equal(got, call(x, table, table, None, 2, layout))
 
@@ -199,7 +201,7 @@ def test_positions_inside_the_memory_that_is_written_are_read_first():
     ids.copy_(torch.arange(10).view(2, 5) % 9)
     x = held.view(X)
     cos, sin = tables(9, 3)
-    wanted = reference.rotate(x.clone(), cos, sin, Rows(0, ids.clone()), Spec())
+    wanted = reference.rotate(x.clone(), cos, sin, TableRows(0, ids.clone()), Spec())
     rotation.rotate_in_place_op(x, cos, sin, ids, 0, 3)
     torch.testing.assert_close(x, wanted, rtol=1e-15, atol=0)
 

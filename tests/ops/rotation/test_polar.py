@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.ops import Rows, native, polar
+from posenc.ops import TableRows, native, polar
 from posenc.ops.rotation.polar import (
     backward_by_operations,
     by_operations,
@@ -48,7 +48,7 @@ def kernel(name, x, delta, cos, sin, rows):
     function, device = BACKENDS[name]
     x, cos, sin = (t.to(device) for t in (x, cos, sin))
     delta = None if delta is None else delta.to(device)
-    rows = Rows(rows.start, None if rows.positions is None else rows.positions.to(device))
+    rows = TableRows(rows.start, None if rows.positions is None else rows.positions.to(device))
     y = torch.full((*x.shape[:3], 2 * x.shape[3]), float("nan"), dtype=x.dtype, device=device)
     function(x, y, delta, cos, sin, rows)
     return y.cpu()
@@ -67,7 +67,7 @@ def test_matches_the_formula(name, shape):
     for dtype in cases(name):
         x = (4 * torch.randn(shape)).to(dtype)
         for phase in (None, delta):
-            got = kernel(name, x, phase, cos, sin, Rows(3))
+            got = kernel(name, x, phase, cos, sin, TableRows(3))
             exact, size = oracles.polar(x, range(3, 3 + shape[2]), phase)
             assert_within_ulps(got, exact, budget(name, dtype), size)
 
@@ -78,13 +78,13 @@ def test_rows_are_picked_in_every_form(name):
     x, delta = torch.randn(2, 3, 4, 8), -torch.rand(3, 8)
     ids = torch.randint(0, 9, (2, 4))
     forms = [
-        (Rows(0, ids), ids),
-        (Rows(1, ids[:1] // 2), (ids[:1] // 2 + 1).expand(2, 4)),
-        (Rows(0, ids[:, :1] // 2), ids[:, :1] // 2 + torch.arange(4)),
+        (TableRows(0, ids), ids),
+        (TableRows(1, ids[:1] // 2), (ids[:1] // 2 + 1).expand(2, 4)),
+        (TableRows(0, ids[:, :1] // 2), ids[:, :1] // 2 + torch.arange(4)),
     ]
     for rows, index in forms:
         got = kernel(name, x, delta, cos, sin, rows)
-        by_sequence = kernel(name, x, delta, cos[index], sin[index], Rows())
+        by_sequence = kernel(name, x, delta, cos[index], sin[index], TableRows())
         for b in range(2):
             exact, size = oracles.polar(x[b : b + 1], index[b].tolist(), delta)
             assert_within_ulps(got[b : b + 1], exact, 0.503, size)
@@ -105,7 +105,7 @@ def test_softplus_is_exact_for_small_and_large_numbers(name):
         if (name, dtype) == ("triton", torch.bfloat16):
             # The interpreter has no subnormal bfloat16.
             x = x[x > -87].view(1, 1, -1, 1)
-        rows = Rows(0, torch.zeros(1, x.shape[2], dtype=torch.int64))
+        rows = TableRows(0, torch.zeros(1, x.shape[2], dtype=torch.int64))
         got = kernel(name, x, None, one, zero, rows)
         values = [float(oracles.softplus(v)) for v in x.flatten().tolist()]
         exact = torch.tensor(values, dtype=torch.float64).view_as(x)
@@ -118,7 +118,7 @@ def test_every_number_of_half_precision(dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     x = x[x.isfinite()].view(1, 1, 1, -1)
     one, zero = torch.ones(1, x.shape[3]), torch.zeros(1, x.shape[3])
-    got = polar(x, None, one, zero, Rows())[..., : x.shape[3]]
+    got = polar(x, None, one, zero, TableRows())[..., : x.shape[3]]
     exact = torch.logaddexp(x.double(), torch.zeros(1, dtype=torch.float64))
     assert_within_ulps(got, exact, 0.503, exact)
 
@@ -128,7 +128,7 @@ def test_nan_and_infinity_stay_what_they_are(name):
     x = torch.tensor([float("nan"), float("inf"), -float("inf")]).view(1, 1, 1, 3)
     half, wanted = torch.full((1, 3), 0.5), torch.tensor([float("nan"), float("inf"), 0.0] * 2)
     for dtype in cases(name):
-        got = kernel(name, x.to(dtype), None, half, half, Rows()).flatten()
+        got = kernel(name, x.to(dtype), None, half, half, TableRows()).flatten()
         assert torch.equal(got.isnan(), wanted.isnan())
         assert torch.equal(got.nan_to_num(7.0).float(), wanted.to(dtype).nan_to_num(7.0).float())
 
@@ -157,7 +157,7 @@ def test_gradients_match_float64(name):
         phi = torch.atan2(sin, cos)[2:7] + phase[:, None]
         y = torch.cat((mu * phi.cos(), mu * phi.sin()), -1)
         y.backward(g.double())
-        dx, to_delta = gradients(name, g, x, delta, cos, sin, Rows(2))
+        dx, to_delta = gradients(name, g, x, delta, cos, sin, TableRows(2))
         parts = g.double().unflatten(-1, (2, 12)).norm(dim=-2)
         assert_within_ulps(dx, leaf.grad, budget(name, dtype), parts * x.double().sigmoid())
         # A sum of 10 terms in the wider dtype, each off by at most 8 of its ulps.
@@ -165,8 +165,8 @@ def test_gradients_match_float64(name):
         error = 18 * torch.finfo(wide).eps + (2.0**-18 if dtype.itemsize == 2 else 2.0**-32)
         most = error * (mu.detach() * parts).sum((0, 2)) + 1e-7 * phase.grad.abs()
         assert ((to_delta.double() - phase.grad).abs() <= most).all()
-        alone, _ = gradients(name, g, x, None, cos, sin, Rows(2))
-        still = gradients(name, g, x, torch.zeros(3, 12), cos, sin, Rows(2))[0]
+        alone, _ = gradients(name, g, x, None, cos, sin, TableRows(2))
+        still = gradients(name, g, x, torch.zeros(3, 12), cos, sin, TableRows(2))[0]
         assert torch.equal(alone, still)
 
 
@@ -178,12 +178,14 @@ def test_first_and_second_derivatives(learned):
     inputs = (x, delta) if learned else (x,)
 
     def run(x, delta=None):
-        return polar(x, delta, cos, sin, Rows(1))
+        return polar(x, delta, cos, sin, TableRows(1))
 
     assert torch.autograd.gradcheck(run, inputs, check_batched_grad=True, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, inputs)
     tables = cos.requires_grad_(), sin.requires_grad_()
-    assert torch.autograd.gradcheck(lambda c, s: polar(x.detach(), None, c, s, Rows(1)), tables)
+    assert torch.autograd.gradcheck(
+        lambda c, s: polar(x.detach(), None, c, s, TableRows(1)), tables
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
@@ -191,7 +193,7 @@ def test_strides_change_no_bit(dtype):
     """Tokens before heads, channels apart, a negative bit, a gradient that is expanded."""
     cos, sin = oracles.tables(8, 12)
     dense, delta = torch.randn(2, 3, 5, 12).to(dtype), -torch.rand(3, 12)
-    wanted = polar(dense, delta, cos, sin, Rows())
+    wanted = polar(dense, delta, cos, sin, TableRows())
     forms = [
         dense.transpose(1, 2).contiguous().transpose(1, 2),
         torch.stack((dense, dense), -1)[..., 0],
@@ -203,24 +205,24 @@ def test_strides_change_no_bit(dtype):
     room = 2**-50 if dtype is torch.float64 and not native.available else 0.0
     same = partial(torch.testing.assert_close, rtol=room, atol=0.0)
     for x in forms:
-        same(polar(x, delta, cos, sin, Rows()), wanted)
+        same(polar(x, delta, cos, sin, TableRows()), wanted)
         for got, grad in zip(_gradient(x, delta, cos, sin, g), wanted_grad, strict=True):
             torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-6)
     tables = [torch.stack((t, t), -1)[..., 0] for t in (cos, sin)]
-    same(polar(dense, delta, *tables, Rows()), wanted)
+    same(polar(dense, delta, *tables, TableRows()), wanted)
 
 
 def _gradient(x, delta, cos, sin, g):
     leaf, phase = x.detach().requires_grad_(), delta.clone().requires_grad_()
-    return torch.autograd.grad(polar(leaf, phase, cos, sin, Rows()), (leaf, phase), g)
+    return torch.autograd.grad(polar(leaf, phase, cos, sin, TableRows()), (leaf, phase), g)
 
 
 def test_a_token_has_the_same_bits_in_a_prompt_as_alone():
     cos, sin = oracles.tables(40, 24)
     x, delta = torch.randn(2, 3, 40, 24), -torch.rand(3, 24)
-    whole = polar(x, delta, cos, sin, Rows())
+    whole = polar(x, delta, cos, sin, TableRows())
     for t in (0, 17, 39):
-        alone = polar(x[:, :, t : t + 1], delta, cos, sin, Rows(t))
+        alone = polar(x[:, :, t : t + 1], delta, cos, sin, TableRows(t))
         assert torch.equal(alone, whole[:, :, t : t + 1])
 
 
@@ -238,7 +240,7 @@ def test_the_gradient_of_delta_has_the_same_bits_each_time():
 def test_empty_tensors(shape):
     cos, sin = oracles.tables(4, 4)
     x, delta = torch.randn(shape, requires_grad=True), torch.zeros(shape[1], 4, requires_grad=True)
-    y = polar(x, delta, cos, sin, Rows())
+    y = polar(x, delta, cos, sin, TableRows())
     assert y.shape == (*shape[:3], 8)
     y.sum().backward()
     assert x.grad.shape == shape
@@ -289,7 +291,9 @@ def test_a_compiled_step_has_the_eager_gradients():
     x, delta = torch.randn(2, 2, 6, 8), -torch.rand(2, 8)
     g = torch.randn(2, 2, 6, 16)
     leaf, phase = x.clone().requires_grad_(), delta.clone().requires_grad_()
-    compiled = torch.compile(lambda x, delta: polar(x, delta, cos, sin, Rows()), fullgraph=True)
+    compiled = torch.compile(
+        lambda x, delta: polar(x, delta, cos, sin, TableRows()), fullgraph=True
+    )
     found = torch.autograd.grad(compiled(leaf, phase), (leaf, phase), g)
     for got, wanted in zip(found, _gradient(x, delta, cos, sin, g), strict=True):
         assert torch.equal(got, wanted)
@@ -298,11 +302,11 @@ def test_a_compiled_step_has_the_eager_gradients():
 def test_transforms_of_torch_func():
     cos, sin = oracles.tables(4, 3)
     x, delta = torch.randn(5, 2, 2, 4, 3), -torch.rand(2, 3)
-    batched = torch.func.vmap(lambda x: polar(x, delta, cos, sin, Rows()))(x)
-    one_by_one = torch.stack([polar(each, delta, cos, sin, Rows()) for each in x])
+    batched = torch.func.vmap(lambda x: polar(x, delta, cos, sin, TableRows()))(x)
+    one_by_one = torch.stack([polar(each, delta, cos, sin, TableRows()) for each in x])
     torch.testing.assert_close(batched, one_by_one, rtol=1e-6, atol=1e-7)
     wide = x[0].double()
-    forward = torch.func.jacfwd(lambda x: polar(x, delta, cos, sin, Rows()))(wide)
+    forward = torch.func.jacfwd(lambda x: polar(x, delta, cos, sin, TableRows()))(wide)
     torch.testing.assert_close(
-        forward, torch.func.jacrev(lambda x: polar(x, delta, cos, sin, Rows()))(wide)
+        forward, torch.func.jacrev(lambda x: polar(x, delta, cos, sin, TableRows()))(wide)
     )

@@ -12,7 +12,7 @@ import torch
 from oracles import tables
 from posenc import ops
 from posenc.ops import backends, execute, native
-from posenc.ops.rotation.spec import RowOutOfRange, Rows, Spec
+from posenc.ops.rotation.spec import RowOutOfRange, Spec, TableRows
 from support.assertions import assert_within_ulps
 from support.plans import planned
 from support.rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected, rotate
@@ -52,7 +52,7 @@ def test_every_dtype_and_layout_agrees_with_the_oracle(name, dtype, inner, outer
     cos, sin = tables(6, 8)
     for transposed in (False, True):
         spec = Spec(inner, outer, 0, transposed)
-        check(name, [x.to(DTYPES[dtype]) for x in xs], cos, sin, Rows(2), spec, slice(2, 5))
+        check(name, [x.to(DTYPES[dtype]) for x in xs], cos, sin, TableRows(2), spec, slice(2, 5))
 
 
 TILES = {
@@ -70,7 +70,7 @@ def test_tables_may_differ_in_dtype(name, dtype, narrow):
     pair = {"cos": cos, "sin": sin}
     pair[narrow] = pair[narrow].float()
     x = torch.randn(2, 3, 7, 12).to(DTYPES[dtype])
-    check(name, [x], pair["cos"], pair["sin"], Rows(), Spec(), slice(0, 7))
+    check(name, [x], pair["cos"], pair["sin"], TableRows(), Spec(), slice(0, 7))
 
 
 # Each tile with half and with interleaved pairs; the rest runs in make test-all. All four are
@@ -107,7 +107,7 @@ def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     spec, found = Spec(inner, outer, 6), []
     for dtype in (torch.float64, torch.float32):
         ys = [torch.empty_like(x) for x in xs]
-        rotate(planned, xs, ys, cos.to(dtype), sin.to(dtype), Rows(1), spec)
+        rotate(planned, xs, ys, cos.to(dtype), sin.to(dtype), TableRows(1), spec)
         found.append(ys)
     for x, y, again in zip(xs, *found, strict=True):
         exact, size = expected(x, cos, sin, slice(1, 1 + length), spec)
@@ -122,7 +122,7 @@ def test_every_shape_and_stride_agrees_with_the_oracle(name, shape, dtype, inter
     x = SHAPES[shape]().to(DTYPES[dtype])
     cos, sin = tables(20, 8)
     spec = Spec(interleaved, interleaved)
-    check(name, [x], cos, sin, Rows(), spec, slice(0, x.shape[2]))
+    check(name, [x], cos, sin, TableRows(), spec, slice(0, x.shape[2]))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -135,7 +135,7 @@ def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interl
     spec = Spec(interleaved, interleaved, column)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(2, 5, 3, width).to(dtype)
-        check(name, [x], cos, sin, Rows(1), spec, slice(1, 4))
+        check(name, [x], cos, sin, TableRows(1), spec, slice(1, 4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -164,7 +164,7 @@ def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interl
 def test_every_way_to_choose_rows_agrees_with_the_oracle(name, start, positions, index):
     xs = [torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)]
     cos, sin = tables(9, 4)
-    check(name, xs, cos, sin, Rows(start, positions), Spec(), index)
+    check(name, xs, cos, sin, TableRows(start, positions), Spec(), index)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -172,7 +172,7 @@ def test_each_sequence_may_have_tables_of_its_own(name):
     run, device = BACKENDS[name]
     x = torch.randn(2, 3, 4, 8, device=device)
     cos, sin = (t.unflatten(0, (2, 5)) for t in tables(10, 4, device))
-    for rows in (Rows(1), Rows(0, torch.tensor([[0, 4, 2, 2]], device=device))):
+    for rows in (TableRows(1), TableRows(0, torch.tensor([[0, 4, 2, 2]], device=device))):
         y = torch.empty_like(x)
         run([x], [y], cos, sin, rows, Spec())
         for b in range(2):
@@ -200,20 +200,20 @@ def test_tables_may_have_any_strides(name, rows, pairs, strides):
     cos, sin = (
         torch.rand(64, dtype=torch.float64).as_strided((rows, pairs), each) for each in strides
     )
-    check(name, [x, x[:, :1]], cos, sin, Rows(), Spec(), slice(0, rows))
+    check(name, [x, x[:, :1]], cos, sin, TableRows(), Spec(), slice(0, rows))
 
 
 @pytest.mark.parametrize("name", ["reference", *(["c"] if native.available else [])])
 @pytest.mark.parametrize(
     ("rows", "bad"),
     [
-        (Rows(7), 10),
-        (Rows(-1), -1),
-        (Rows(0, torch.tensor([[0, 1, 10, 2]])), 10),
-        (Rows(0, torch.tensor([[0, 1, 2, 3], [0, -1, 2, 3]])), -1),
-        (Rows(0, torch.tensor([[0], [7]])), 10),
-        (Rows(0, torch.tensor([[0, 1, 2**62, 2]])), 2**62),
-        (Rows(5, torch.tensor([[0, 1, 2**63 - 1, 2]])), None),
+        (TableRows(7), 10),
+        (TableRows(-1), -1),
+        (TableRows(0, torch.tensor([[0, 1, 10, 2]])), 10),
+        (TableRows(0, torch.tensor([[0, 1, 2, 3], [0, -1, 2, 3]])), -1),
+        (TableRows(0, torch.tensor([[0], [7]])), 10),
+        (TableRows(0, torch.tensor([[0, 1, 2**62, 2]])), 2**62),
+        (TableRows(5, torch.tensor([[0, 1, 2**63 - 1, 2]])), None),
     ],
     ids=["past", "negative-start", "ids", "negative-id", "offsets", "far", "wrapping"],
 )
@@ -256,8 +256,8 @@ def test_in_place_is_the_same_and_leaves_the_rest(name, dtype, interleaved):
     cos, sin = tables(5, 8, device)
     spec = Spec(interleaved, interleaved, 4)
     y, z = torch.empty_like(x), x.clone()
-    run([x], [y], cos, sin, Rows(), spec)
-    run([z], [z], cos, sin, Rows(), spec)
+    run([x], [y], cos, sin, TableRows(), spec)
+    run([z], [z], cos, sin, TableRows(), spec)
     assert torch.equal(y, z)
     assert torch.equal(z[..., :4], x[..., :4])
 
@@ -265,8 +265,8 @@ def test_in_place_is_the_same_and_leaves_the_rest(name, dtype, interleaved):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_queries_and_keys_may_differ_in_dtype_and_strides(name):
     q, k = torch.randn(2, 3, 5, 16).half(), torch.randn(2, 2, 16, 5).transpose(-1, -2)
-    check(name, [q, k], *tables(5, 8), Rows(), Spec(), slice(0, 5))
-    check(name, [k, q[:, :0]], *tables(5, 8), Rows(), Spec(), slice(0, 5))
+    check(name, [q, k], *tables(5, 8), TableRows(), Spec(), slice(0, 5))
+    check(name, [k, q[:, :0]], *tables(5, 8), TableRows(), Spec(), slice(0, 5))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -275,10 +275,10 @@ def test_a_lazy_negation_is_resolved(name):
     x = torch.randn(2, 3, 5, 16, device=device)
     cos, sin = tables(5, 8, device)
     plain, negated = torch.empty_like(x), torch.empty_like(x)
-    run([-x], [plain], cos, sin, Rows(), Spec())
-    run([torch._neg_view(x)], [negated], cos, sin, Rows(), Spec())
+    run([-x], [plain], cos, sin, TableRows(), Spec())
+    run([torch._neg_view(x)], [negated], cos, sin, TableRows(), Spec())
     assert torch.equal(negated, plain)
-    run([torch._neg_view(x)], [torch._neg_view(x)], cos, sin, Rows(), Spec())
+    run([torch._neg_view(x)], [torch._neg_view(x)], cos, sin, TableRows(), Spec())
     assert torch.equal(-x, plain)
 
 

@@ -36,7 +36,7 @@ from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import DynamicNTK
 from posenc.numerics.tables import angles, of_angles
-from posenc.ops import Norm, Rows, Spec
+from posenc.ops import Norm, Spec, TableRows
 
 # Positions at which forwards of rotary modules are compared.
 _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
@@ -364,7 +364,7 @@ def _formula(module: nn.Module) -> tuple[float, float] | None:
         # eps hardly shows in numbers around one.
         x *= torch.tensor([[1.0], [1e-3], [30.0]])
         expected = twin(x)
-        unit = torch.ones(3, 1), torch.zeros(3, 1), Rows(), Spec()
+        unit = torch.ones(3, 1), torch.zeros(3, 1), TableRows(), Spec()
         for eps in {value for value in vars(module).values() if isinstance(value, float)}:
             for shift in (0.0, 1.0):
                 got = ops.norm_rotate(x[None, None], weight, *unit, Norm(eps, shift))

@@ -23,7 +23,7 @@ from torch import Tensor
 from posenc.interop.huggingface import rotation
 from posenc.interop.huggingface.rotation import ONE_ARGUMENT, PAIRS, TWO_ARGUMENTS, WIDEN, Form
 from posenc.ops import Spec
-from posenc.ops.rotation.spec import TOKENS_FIRST, TWINS
+from posenc.ops.rotation.spec import DOUBLED_TABLES, TOKENS_FIRST
 
 # Parameter names in model code: the tensors to rotate, tables in one argument, and others.
 _ROTATED = set("q k v x t xq xk x_in query key tensor hidden_states".split())
@@ -153,7 +153,7 @@ def _native_layout(names: tuple[str, ...], variant: Variant, default_axis: int) 
     if variant.tables != ("repeated" if interleaved else "doubled"):
         return -1
     spec = Spec(interleaved, variant.layout == "interleaved", 0, backwards)
-    return spec.bits() + TWINS + (TOKENS_FIRST if axis == 2 else 0)
+    return spec.bits() + DOUBLED_TABLES + (TOKENS_FIRST if axis == 2 else 0)
 
 
 @functools.cache

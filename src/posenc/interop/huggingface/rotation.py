@@ -14,7 +14,7 @@ from posenc import ops
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED
 from posenc.functional.rotary import halved, rotate_rows
-from posenc.ops import Norm, Rows, Spec
+from posenc.ops import Norm, Spec, TableRows
 from posenc.ops.rotation.rotation import norm_rotate_qk_op, rotate_qk_op
 from posenc.ops.rotation.spec import TOKENS_FIRST
 
@@ -202,7 +202,7 @@ def _rotate(xs: list[Any], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]
     if any(isinstance(x, Pending) for x in fours):
         ys = [_rotate_one(x, cos_rows, sin_rows, spec) for x in fours]
     else:
-        ys = rotate_rows(_WHO, UNLIMITED, fours, cos_rows, sin_rows, Rows(), spec)
+        ys = rotate_rows(_WHO, UNLIMITED, fours, cos_rows, sin_rows, TableRows(), spec)
     pairs = zip(xs, ys, strict=True)
     return [y if y.shape == x.shape else y.reshape(x.shape) for x, y in pairs]
 
@@ -210,7 +210,7 @@ def _rotate(xs: list[Any], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]
 def _rotate_one(x: Tensor | Pending, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
     if isinstance(x, Pending):
         return x.rotate(cos, sin, spec)
-    return rotate_rows(_WHO, UNLIMITED, [x], cos, sin, Rows(), spec)[0]
+    return rotate_rows(_WHO, UNLIMITED, [x], cos, sin, TableRows(), spec)[0]
 
 
 def _rows(x: Tensor, table: Tensor) -> Tensor:
@@ -348,12 +348,12 @@ class Pending:
     def rotate(self, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
         """The result rotated; ``[B, H, T, D]`` in this view."""
         if not self.is_waiting():
-            return ops.rotate([self.tensor()], cos, sin, Rows(), spec)[0]
+            return ops.rotate([self.tensor()], cos, sin, TableRows(), spec)[0]
         call = self.call
         if call.decided is not None:
             call.decided(True)
         norm = Norm(call.eps, call.shift)
-        return ops.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
+        return ops.norm_rotate(self.x, call.weight, cos, sin, TableRows(), spec, norm)
 
 
 def _viewed(x: Tensor, name: str, args: tuple[Any, ...]) -> Tensor:

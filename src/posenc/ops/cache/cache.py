@@ -26,13 +26,13 @@ from posenc.ops.rotation.spec import (
     LARGEST,
     PAGES_OF_TOKENS,
     TOKENS_FIRST,
+    CacheTarget,
+    CacheWrite,
     Norm,
-    Rows,
     SlotOutOfRange,
     Spec,
-    Store,
+    TableRows,
     Turn,
-    Write,
     flatten,
     heads_first,
 )
@@ -40,7 +40,9 @@ from posenc.ops.rotation.spec import (
 _WHO = "posenc::rotate_and_cache"
 
 
-def rotate_and_cache(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+def rotate_and_cache(
+    write: CacheWrite, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec
+) -> Tensor:
     """Rotate ``q`` into a new tensor; rotate ``k``, and write it and ``v`` to their caches.
 
     A cache is in the dtype of its tensor, or in one of `LARGEST`. Then the numbers stored are
@@ -52,8 +54,8 @@ def rotate_and_cache(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: S
     Rows and slots out of range raise an error before anything is written. There is no gradient:
     the caller refuses tensors that require one.
     """
-    q, k, v, slots, k_store, v_store, q_weight, k_weight, norm = write
-    (k_cache, k_scale, k_scales), (v_cache, v_scale, v_scales) = k_store, v_store
+    q, k, v, slots, k_target, v_target, q_weight, k_weight, norm = write
+    (k_cache, k_scale, k_scales), (v_cache, v_scale, v_scales) = k_target, v_target
     written = k_cache, v_cache, k_scales, v_scales
     read = slots, q_weight, k_weight, k_scale, v_scale, cos, sin
     how = *flatten(rows, spec), norm.eps, norm.shift
@@ -61,10 +63,12 @@ def rotate_and_cache(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: S
     return rotated
 
 
-def by_operations(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+def by_operations(
+    write: CacheWrite, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec
+) -> Tensor:
     """:func:`rotate_and_cache` in plain torch operations."""
-    q, k, v, slots, k_store, v_store, q_weight, k_weight, norm = write
-    count = k_store.slots()
+    q, k, v, slots, k_target, v_target, q_weight, k_weight, norm = write
+    count = k_target.slots()
     outside = (slots < -1) | (slots >= count)
     if not is_readable(slots):
         device_assert(~outside.any(), f"slots must be in [-1, {count}).")
@@ -79,12 +83,12 @@ def by_operations(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
         return reference.norm_rotate(wide, weight, cos, sin, rows, spec, norm)
 
     queries, keys, kept = rotated(q, q_weight).to(q.dtype), rotated(k, k_weight), slots >= 0
-    store(k_store, keys, slots, kept)
-    store(v_store, v.to(reference.wider_dtype(v)), slots, kept)
+    store(k_target, keys, slots, kept)
+    store(v_target, v.to(reference.wider_dtype(v)), slots, kept)
     return queries
 
 
-def store(to: Store, x: Tensor, slots: Tensor, kept: Tensor | EllipsisType) -> None:
+def store(to: CacheTarget, x: Tensor, slots: Tensor, kept: Tensor | EllipsisType) -> None:
     """Store the rows of ``x``, in a wide dtype, of all tokens that are ``kept``; ``...`` is all."""
     cache, scale, scales = to
     taken = slots[kept].long()
@@ -178,11 +182,11 @@ def _of_all(scale: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _write_of(call: CacheCall) -> tuple[Any, ...]:
     """A call in the usual form as the arguments of :func:`by_operations`."""
-    k_store = Store(call.k_cache, call.k_scale, call.k_scales)
-    v_store = Store(call.v_cache, call.v_scale, call.v_scales)
+    k_target = CacheTarget(call.k_cache, call.k_scale, call.k_scales)
+    v_target = CacheTarget(call.v_cache, call.v_scale, call.v_scales)
     norm = Norm(call.eps, call.shift)
     weights = call.q_weight, call.k_weight
-    write = Write(call.q, call.k, call.v, call.slots, k_store, v_store, *weights, norm)
+    write = CacheWrite(call.q, call.k, call.v, call.slots, k_target, v_target, *weights, norm)
     return write, *turn(call)
 
 
@@ -223,13 +227,13 @@ def _is_in_bounds(call: CacheCall) -> bool:
         and (v.shape[0], v.shape[2]) == slots.shape == (q.shape[0], q.shape[2])
         and slots.dtype in (torch.int64, torch.int32)
         and q.dtype == k.dtype == v.dtype
-        and _holds(Store(k_cache, call.k_scale, call.k_scales), k)
-        and _holds(Store(v_cache, call.v_scale, call.v_scales), v)
+        and _holds(CacheTarget(k_cache, call.k_scale, call.k_scales), k)
+        and _holds(CacheTarget(v_cache, call.v_scale, call.v_scales), v)
         and k_cache.shape[0] * k_cache.shape[2] == v_cache.shape[0] * v_cache.shape[2]
     )
 
 
-def _holds(store: Store, x: Tensor) -> bool:
+def _holds(store: CacheTarget, x: Tensor) -> bool:
     """Whether the rows of ``x`` fit the cache, and its scales are those of a cache of 8 bits."""
     cache, scale, scales = store
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (x.shape[1], x.shape[3]):

@@ -7,10 +7,10 @@ typedef struct {
     double eps, shift;
     View cos, sin, positions;
     i64 start, width;
-    int interleaved_in, interleaved_out, transposed, last;
-    int trusted; /* both numbers of a pair are known to be the same */
+    int interleaved_in, interleaved_out, transposed, rotate_last;
+    int known_doubled; /* the tables have each number twice, as the caller knows */
     int tokens_first, pages_of_tokens, is_flat;
-    i64 pairs, twin, columns; /* see Job; the last is the step from pair to pair in a table */
+    i64 pairs, to_second, columns; /* see Job; the last is the step from pair to pair in a table */
 } Rotation;
 
 static void read_rows(Call *c, Rotation *r)
@@ -24,7 +24,7 @@ static void read_rows(Call *c, Rotation *r)
 }
 
 /* The bits of a layout, as `Spec.bits` in spec.py has them. */
-enum { INTERLEAVED_IN = 1, INTERLEAVED_OUT = 2, LAST_CHANNELS = 4, TRANSPOSED = 8, TWINS = 16 };
+enum { INTERLEAVED_IN = 1, INTERLEAVED_OUT = 2, ROTATE_LAST = 4, TRANSPOSED = 8, DOUBLED_TABLES = 16 };
 /* Forms of the tensors, which no other code knows. */
 enum { TOKENS_FIRST = 32, PAGES_OF_TOKENS = 64 };
 enum { KNOWN_BITS = 127, WIDTH_SHIFT = 16 };
@@ -36,8 +36,8 @@ static void read_layout(Call *c, Rotation *r)
     if (((layout & 0xffff & ~KNOWN_BITS) || width < 0) && !c->problem) c->problem = "the layout has unknown bits";
     r->interleaved_in = (layout & INTERLEAVED_IN) != 0;
     r->interleaved_out = (layout & INTERLEAVED_OUT) != 0;
-    r->last = (layout & LAST_CHANNELS) != 0, r->transposed = (layout & TRANSPOSED) != 0;
-    r->width = width, r->trusted = (layout & TWINS) != 0;
+    r->rotate_last = (layout & ROTATE_LAST) != 0, r->transposed = (layout & TRANSPOSED) != 0;
+    r->width = width, r->known_doubled = (layout & DOUBLED_TABLES) != 0;
     r->tokens_first = (layout & TOKENS_FIRST) != 0, r->pages_of_tokens = (layout & PAGES_OF_TOKENS) != 0;
     for (int i = 0; i < 3; i++)
         if (r->tokens_first && r->x[i].dim == 4) swap_axes(&r->x[i]);
@@ -107,14 +107,14 @@ static const char *wrong_rotation(const Call *c, Rotation *r)
     TRY(wrong_tensors(r->x, r->count));
     TRY(wrong_rows(r->x, &r->cos, &r->sin, &r->positions, r->start));
     const i64 width = r->x->size[3], columns = r->cos.size[r->cos.dim - 1];
-    r->pairs = columns, r->twin = 0, r->columns = 1;
-    if ((r->trusted || columns > width / 2) && columns <= width && columns % 2 == 0) {
+    r->pairs = columns, r->to_second = 0, r->columns = 1;
+    if ((r->known_doubled || columns > width / 2) && columns <= width && columns % 2 == 0) {
         r->pairs = columns / 2;
-        r->twin = r->interleaved_in ? 1 : r->pairs;
+        r->to_second = r->interleaved_in ? 1 : r->pairs;
         r->columns = r->interleaved_in ? 2 : 1;
         r->cos.size[r->cos.dim - 1] = r->sin.size[r->sin.dim - 1] = r->pairs;
     }
-    if (r->trusted && !r->twin) return "the tables do not have each number twice";
+    if (r->known_doubled && !r->to_second) return "the tables do not have each number twice";
     if (r->pairs < 1 || r->pairs > width / 2) return "the tables have no pairs, or more than channels";
     if (r->width && r->width != width) return "the heads have another width";
     for (int i = 0; i < r->count; i++)
@@ -197,9 +197,9 @@ static Job job_of(const Rotation *r)
     }
     j.B = x->size[0], j.T = x->size[2], j.D = x->size[3];
     j.rows = r->cos.size[dim - 2], j.P = r->pairs, j.start = r->start;
-    j.twin = r->trusted ? 0 : r->twin * r->cos.step[dim - 1];
+    j.to_second = r->known_doubled ? 0 : r->to_second * r->cos.step[dim - 1];
     j.interleaved_in = r->interleaved_in, j.interleaved_out = r->interleaved_out;
-    j.first_channel = r->last ? j.D - 2 * j.P : 0, j.transposed = r->transposed;
+    j.first_channel = r->rotate_last ? j.D - 2 * j.P : 0, j.transposed = r->transposed;
     j.sequential = 1;
     if (at->handle) {
         const int each = at->size[1] == j.T && j.T != 1;
@@ -216,7 +216,7 @@ static const char *wrong_values(const Job *j, const View *at)
 {
     if (at->handle && !count_of(at)) return NULL; /* there is no token */
     if (!in_range(j)) return "positions must be in [0, R), the rows of the tables";
-    if (j->twin && !(has_twins(j, &j->cos) && has_twins(j, &j->sin)))
+    if (j->to_second && !(is_doubled(j, &j->cos) && is_doubled(j, &j->sin)))
         return "both numbers of a pair are not the same in cos or sin";
     return NULL;
 }

@@ -12,7 +12,7 @@
 #define REAL double
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
-#define FARTHEST FARTHEST_F32
+#define SOFTPLUS_LIMIT SOFTPLUS_LIMIT_F32
 #define ABS fabs
 #define EXP_MINUS exp_minus_f32
 #define LOG1P log1p_f32
@@ -28,7 +28,7 @@
 #define REAL double
 #define LOAD(v) (v)
 #define STORE(v) (v)
-#define FARTHEST 800.0
+#define SOFTPLUS_LIMIT 800.0
 #define ABS fabs
 #define EXP_MINUS(a) exp(-(a))
 #define LOG1P log1p
@@ -39,7 +39,7 @@
 #define REAL float
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
-#define FARTHEST FARTHEST_HALF
+#define SOFTPLUS_LIMIT SOFTPLUS_LIMIT_HALF
 #define ABS fabsf
 #define EXP_MINUS exp_minus_half
 #define LOG1P log1p_half
@@ -61,7 +61,7 @@
 #define REAL float
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
-#define FARTHEST FARTHEST_HALF
+#define SOFTPLUS_LIMIT SOFTPLUS_LIMIT_HALF
 #define ABS fabsf
 #define EXP_MINUS exp_minus_half
 #define LOG1P log1p_half

@@ -40,7 +40,7 @@ struct Job {
     i64 B, T, D;
     Numbers cos, sin;
     i64 rows, P;
-    i64 twin; /* in a table with each number twice, columns between the two; otherwise 0 */
+    i64 to_second; /* in a doubled table, elements from a number to the same one again; otherwise 0 */
     i64 start;
     const char *pos; /* positions, or NULL */
     int wide_pos;    /* whether they have 64 bits */
@@ -98,8 +98,8 @@ static int in_range(const Job *j)
     return 1;
 }
 
-/* Whether both numbers of each pair are the same, in the rows of a table that has each twice. */
-static int has_twins(const Job *j, const Numbers *table)
+/* Whether a doubled table, in the rows that tokens take, has the same number twice for each pair. */
+static int is_doubled(const Job *j, const Numbers *table)
 {
     const i64 tables = table->sb || j->pos_sb ? j->B : 1;
     for (i64 b = 0; b < tables; b++)
@@ -107,7 +107,7 @@ static int has_twins(const Job *j, const Numbers *table)
             const i64 at = b * table->sb + table_row(j, b, t) * table->st;
             for (i64 p = 0; p < j->P; p++)
                 if (number_at(table->data, table->dtype, at + p * table->sd) !=
-                    number_at(table->data, table->dtype, at + p * table->sd + j->twin))
+                    number_at(table->data, table->dtype, at + p * table->sd + j->to_second))
                     return 0;
         }
     return 1;

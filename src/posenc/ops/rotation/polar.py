@@ -21,14 +21,14 @@ from posenc.ops.rotation.rotation import (
     refuse,
     strided_like,
 )
-from posenc.ops.rotation.spec import Rows, rows_of, shardable
+from posenc.ops.rotation.spec import TableRows, rows_of, shardable
 
 _WHO = "posenc::polar"
 # From here on softplus(x) is x, in float64 too; torch's own threshold, 20, is off by 2e-9.
 _LINEAR = 37.0
 
 
-def polar(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+def polar(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: TableRows) -> Tensor:
     r"""Each channel as a vector of length softplus(x), at the angle of its position.
 
     .. math:: x \mapsto (\mu \cos(\phi + \delta),\; \mu \sin(\phi + \delta)),
@@ -48,7 +48,9 @@ def polar(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows)
     return result
 
 
-def by_operations(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+def by_operations(
+    x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: TableRows
+) -> Tensor:
     """:func:`polar` in plain torch operations."""
     wide = x.to(wider_dtype(x))
     c, s = _turned(wide, delta, cos, sin, rows)
@@ -57,7 +59,7 @@ def by_operations(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, row
 
 
 def backward_by_operations(
-    g: Tensor, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows
+    g: Tensor, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: TableRows
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`polar` with respect to ``x`` and ``delta``; ``g`` is incoming.
 
@@ -74,7 +76,7 @@ def backward_by_operations(
 
 
 def _turned(
-    wide: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows
+    wide: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: TableRows
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the tokens of ``wide``, in its dtype, at angles larger by ``delta``."""
     c, s = (take(table, rows, wide.shape[2]).to(wide.dtype) for table in (cos, sin))

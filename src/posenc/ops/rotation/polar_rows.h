@@ -1,11 +1,11 @@
-/* PoPE for one dtype of dtypes.h, which also defines ABS, EXP_MINUS (exp of minus a number from 0 to FARTHEST) and
+/* PoPE for one dtype of dtypes.h, which also defines ABS, EXP_MINUS (exp of minus a number from 0 to SOFTPLUS_LIMIT) and
  * LOG1P (of a number from 0 to 1): softplus(x) is max(x, 0) + log1p(exp(-|x|)). */
 
-/* exp(-|x|), with FARTHEST for larger |x| and for NaN. */
+/* exp(-|x|), with SOFTPLUS_LIMIT for larger |x| and for NaN. */
 TARGET INLINE REAL FN(decay)(REAL x)
 {
     const REAL a = ABS(x);
-    return EXP_MINUS(a < FARTHEST ? a : FARTHEST);
+    return EXP_MINUS(a < SOFTPLUS_LIMIT ? a : SOFTPLUS_LIMIT);
 }
 
 TARGET INLINE REAL FN(softplus)(REAL x, REAL decay) { return (x < 0 ? 0 : x) + LOG1P(decay); }

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from posenc._contract.sharding import local, replicate_like
 from posenc._contract.tracing import device_assert, in_transform, is_readable
-from posenc.ops.rotation.spec import Norm, RowOutOfRange, Rows, Spec, is_of_all_heads
+from posenc.ops.rotation.spec import Norm, RowOutOfRange, Spec, TableRows, is_of_all_heads
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec) -> Tensor:
     r"""Rotate ``2P`` channels of ``x`` pair by pair.
 
     .. math:: (a, b) \mapsto (a \cos\phi - b \sin\phi,\; a \sin\phi + b \cos\phi)
@@ -35,7 +35,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tenso
 
 
 def table_gradients(
-    x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+    x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rotate` with respect to its tables; ``g`` is the incoming gradient."""
     wide, span = wider_dtype(x), slice(spec.first_channel, spec.first_channel + 2 * cos.shape[-1])
@@ -47,7 +47,7 @@ def table_gradients(
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec, norm: Norm
 ) -> Tensor:
     """RMSNorm over each head of ``x``, or over all heads together, then :func:`rotate`."""
     unit, _, factor = _unit_scale_factor(x, weight, norm)
@@ -79,7 +79,7 @@ def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, T
     return wide * scale, scale, factor
 
 
-def take(table: Tensor, rows: Rows, length: int) -> Tensor:
+def take(table: Tensor, rows: TableRows, length: int) -> Tensor:
     """The rows of ``table`` for all tokens: ``[B or 1, 1, T, P]``, or ``[T, P]``."""
     count, start = table.shape[-2], rows.start
     if rows.positions is None:
@@ -104,7 +104,7 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
     return table[batch, index].unsqueeze(1)
 
 
-def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
+def _scatter(gradient: Tensor, table: Tensor, rows: TableRows) -> Tensor:
     """Add ``[B, T, P]`` to the rows that :func:`take` selects, in zeros like ``table``."""
     shared = table.dim() == 2
     if shared and (rows.positions is None or rows.positions.shape[0] == 1):

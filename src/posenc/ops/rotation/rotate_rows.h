@@ -110,7 +110,7 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 #undef REAL
 #undef LOAD
 #undef STORE
-#undef FARTHEST
+#undef SOFTPLUS_LIMIT
 #undef ABS
 #undef EXP_MINUS
 #undef LOG1P

@@ -24,12 +24,12 @@ from posenc.ops.op import Op, Start, Written
 from posenc.ops.plan import Plan, Target
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.spec import (
+    DOUBLED_TABLES,
     TOKENS_FIRST,
-    TWINS,
     WIDTH,
     Norm,
-    Rows,
     Spec,
+    TableRows,
     Turn,
     flatten,
     heads_first,
@@ -40,18 +40,18 @@ from posenc.ops.rotation.spec import (
     wrong_start,
 )
 
-Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor, TableRows, Spec], Tensor]
 _WHO = "posenc::rotate"
 
 
-def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
+def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec) -> list[Tensor]:
     """Rotate one tensor, or queries and keys, into new tensors; see `reference.rotate`."""
     if len(xs) == 2 and not (is_sharded(xs[0]) or is_sharded(xs[1])):
         return list(rotate_qk_op(*xs, cos, sin, *flatten(rows, spec)))
     return [_through(rotate_op, x, cos, sin, rows, spec) for x in xs]
 
 
-def _through(op: Op, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Any:
+def _through(op: Op, x: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec) -> Any:
     if is_sharded(x):
         learned = is_recorded(cos, sin)
         cos, sin, rows = shardable(x, cos, sin, rows)
@@ -60,7 +60,7 @@ def _through(op: Op, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
     return op(x, cos, sin, *flatten(rows, spec))
 
 
-def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec) -> None:
     """Rotate each of ``xs`` in place.
 
     If autograd records, the result is computed in new memory and copied, so that autograd sees the
@@ -87,7 +87,7 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) 
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x`` into a new tensor, in one pass over memory.
 
@@ -107,7 +107,7 @@ def norm_rotate_qk(
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
+    rows: TableRows,
     spec: Spec,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def norm_rotate_qk(
 
 
 def _norm_by_operations(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: TableRows, spec: Spec, norm: Norm
 ) -> Tensor:
     """For DTensors, and where the tables get a gradient."""
     if is_sharded(x):
@@ -378,21 +378,21 @@ def check_rotation(call: Rotating, *others: Tensor | None) -> Turn:
     if not 2 <= 2 * pairs <= width or layout // WIDTH not in (0, width):
         refuse(_WHO, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
     known = layout >= 0 and layout % WIDTH < 2 * TOKENS_FIRST
-    if not known or (layout & TWINS and columns % 2):
+    if not known or (layout & DOUBLED_TABLES and columns % 2):
         refuse(_WHO, f"layout must be of known bits, not {layout}", cos, x)
     return found
 
 
-def are_twins_unchecked(call: Rotating, found: Turn) -> bool:
+def are_doubles_unchecked(call: Rotating, found: Turn) -> bool:
     """Whether tables have each number twice, which nobody has checked."""
-    return not call.layout & TWINS and found.cos.shape[-1] < call.cos.shape[-1]
+    return not call.layout & DOUBLED_TABLES and found.cos.shape[-1] < call.cos.shape[-1]
 
 
 def check_values(call: Rotating, found: Turn) -> Turn:
     """Refuse a start without rows, and tables that can be read and differ in a pair."""
     length = heads_first(call.xs[0], call.layout).shape[2]
     check_start(call.start, call.cos.shape[-2], length, call.positions)
-    if are_twins_unchecked(call, found):
+    if are_doubles_unchecked(call, found):
         for table in (call.cos, call.sin):
             halves = reference.pairs(table, found.spec.interleaved)
             if is_readable(table) and not torch.equal(*halves):

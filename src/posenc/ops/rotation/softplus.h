@@ -16,10 +16,10 @@ INLINE double double_of(uint64_t u)
 }
 
 /* From here on, exp(-a) is zero in float32. */
-#define FARTHEST_F32 150.0
-#define FARTHEST_HALF 104.0f
+#define SOFTPLUS_LIMIT_F32 150.0
+#define SOFTPLUS_LIMIT_HALF 104.0f
 
-/* For a from 0 to FARTHEST_F32, with a relative error below 2^-34: 2^-n exp(n ln 2 - a). */
+/* For a from 0 to SOFTPLUS_LIMIT_F32, with a relative error below 2^-34: 2^-n exp(n ln 2 - a). */
 INLINE double exp_minus_f32(double a)
 {
     /* Near this number, doubles are integers, and the lower bits of the sum are n. */

@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc._contract.sharding import replicate_like
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """The table row of each token: ``start``, plus ``positions`` if given.
 
     ``positions`` are int64: ``[1 or B, T]`` for every token, or ``[1 or B, 1]`` for the first token
@@ -34,9 +34,9 @@ class Rows(NamedTuple):
         return index
 
 
-# The bits of a layout, which is an argument of an op: those of a `Spec`, and TWINS, if tables are
-# known to have each number twice.
-INTERLEAVED, INTERLEAVED_OUT, LAST, TRANSPOSED, TWINS = 1, 2, 4, 8, 16
+# The bits of a layout, which is an argument of an op: those of a `Spec`, and DOUBLED_TABLES for
+# tables that are known to have each number twice.
+INTERLEAVED, INTERLEAVED_OUT, ROTATE_LAST, TRANSPOSED, DOUBLED_TABLES = 1, 2, 4, 8, 16
 # Tensors of (B, T, H, D), caches of (pages, page, H, D), and times WIDTH the channels that a head
 # must have.
 TOKENS_FIRST, PAGES_OF_TOKENS, WIDTH = 32, 64, 2**16
@@ -59,12 +59,12 @@ class Spec(NamedTuple):
         return (
             INTERLEAVED * self.interleaved
             + INTERLEAVED_OUT * self.interleaved_out
-            + LAST * (self.first_channel > 0)
+            + ROTATE_LAST * (self.first_channel > 0)
             + TRANSPOSED * self.transposed
         )
 
 
-def flatten(rows: Rows, spec: Spec) -> tuple[Any, ...]:
+def flatten(rows: TableRows, spec: Spec) -> tuple[Any, ...]:
     """``rows`` and ``spec`` as the last three arguments of an op."""
     return rows.positions, rows.start, spec.bits()
 
@@ -74,7 +74,7 @@ class Turn(NamedTuple):
 
     cos: Any  # [R, P] or [B, R, P], a tensor or an `Operand`
     sin: Any
-    rows: Rows
+    rows: TableRows
     spec: Spec
 
 
@@ -86,20 +86,20 @@ def turn_of(cos: Any, sin: Any, positions: Any, start: Any, layout: int, width: 
     """
     cos, sin, rows = rows_of(cos, sin, positions, start)
     interleaved, columns = bool(layout & INTERLEAVED), cos.shape[-1]
-    if layout & TWINS or (width < 2 * columns <= 2 * width and columns % 2 == 0):
-        cos, sin = first_of_twins(cos, interleaved), first_of_twins(sin, interleaved)
-    first_channel = width - 2 * cos.shape[-1] if layout & LAST else 0
+    if layout & DOUBLED_TABLES or (width < 2 * columns <= 2 * width and columns % 2 == 0):
+        cos, sin = undoubled(cos, interleaved), undoubled(sin, interleaved)
+    first_channel = width - 2 * cos.shape[-1] if layout & ROTATE_LAST else 0
     out, transposed = bool(layout & INTERLEAVED_OUT), bool(layout & TRANSPOSED)
     return Turn(cos, sin, rows, Spec(interleaved, out, first_channel, transposed))
 
 
-def rows_of(cos: Any, sin: Any, positions: Any, start: Any) -> tuple[Any, Any, Rows]:
+def rows_of(cos: Any, sin: Any, positions: Any, start: Any) -> tuple[Any, Any, TableRows]:
     """Tables and rows in one form."""
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     if cos.dim() == 3 and cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
-    return cos, sin, Rows(start, positions)
+    return cos, sin, TableRows(start, positions)
 
 
 def turned_back(layout: int) -> int:
@@ -114,7 +114,7 @@ def heads_first(x: Any, layout: int) -> Any:
     return x.transpose(1, 2) if layout & TOKENS_FIRST else x
 
 
-def first_of_twins(table: Tensor, interleaved: bool) -> Tensor:
+def undoubled(table: Tensor, interleaved: bool) -> Tensor:
     """A table ``[..., P]`` from one ``[..., 2 P]`` that has each number twice."""
     return table[..., ::2] if interleaved else table[..., : table.shape[-1] // 2]
 
@@ -130,7 +130,7 @@ class Norm(NamedTuple):
     shift: float = 0.0  # 1 for weights that are stored around zero (Gemma)
 
 
-class Store(NamedTuple):
+class CacheTarget(NamedTuple):
     """A cache that rows are written to, and what divides them before they are rounded.
 
     The scale is one of: ``scale``, given; ``scales``, worked out and written; neither, which is 1.
@@ -146,7 +146,7 @@ class Store(NamedTuple):
         return pages * page
 
 
-class Write(NamedTuple):
+class CacheWrite(NamedTuple):
     """What `rotate_and_cache` reads and writes, besides the rotation.
 
     Slot ``s`` is row ``s % page`` of page ``s // page``, where ``page`` may differ between the two
@@ -157,8 +157,8 @@ class Write(NamedTuple):
     k: Tensor  # [B, Hk, T, D], of the dtype of q, as v is
     v: Tensor  # [B, Hv, T, Dv]
     slots: Tensor  # int64 or int32 [B, T]
-    k_store: Store
-    v_store: Store
+    k_target: CacheTarget
+    v_target: CacheTarget
     q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     norm: Norm = Norm()
@@ -204,7 +204,9 @@ def is_of_all_heads(weight: Any, x: Any) -> bool:
     return bool(weight.shape[0] != x.shape[3])
 
 
-def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:
+def shardable(
+    x: Tensor, cos: Tensor, sin: Tensor, rows: TableRows
+) -> tuple[Tensor, Tensor, TableRows]:
     """The arguments as DTensors, with one table row or one position for each token of ``x``.
 
     DTensor shards them like the tokens, so that no rank needs the row of its first token.
@@ -215,8 +217,8 @@ def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, 
             raise RowOutOfRange(rows.start + length - 1, count)
         if length != count:
             cos, sin = (table.narrow(-2, rows.start, length) for table in (cos, sin))
-        return replicate_like(x, cos), replicate_like(x, sin), Rows()
+        return replicate_like(x, cos), replicate_like(x, sin), TableRows()
     positions = replicate_like(x, rows.positions)
     if rows.start or rows.is_sequential():
-        positions = Rows(rows.start, positions).as_index(length, x.device)
-    return replicate_like(x, cos), replicate_like(x, sin), Rows(0, positions)
+        positions = TableRows(rows.start, positions).as_index(length, x.device)
+    return replicate_like(x, cos), replicate_like(x, sin), TableRows(0, positions)

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from posenc.ops.plan import START, Operand, Plan, Step
-from posenc.ops.rotation.spec import TWINS, Rows, Spec, Turn, last_start, turn_of, wrong_start
+from posenc.ops.rotation.spec import (
+    DOUBLED_TABLES,
+    Spec,
+    TableRows,
+    Turn,
+    last_start,
+    turn_of,
+    wrong_start,
+)
 
 
 def index(*tensors: Operand) -> Any:
@@ -38,38 +46,39 @@ def turn_in(plan: Plan, call: Any, length: int, width: int) -> Turn:
     """
     cos, sin = tables_in(plan, call, length)
     found = turn_of(cos, sin, call.positions, START, call.layout, width)
-    if found.cos.shape[-1] < cos.shape[-1] and not call.layout & TWINS:
-        _check_twins(plan, cos, sin, found.spec.interleaved)
+    if found.cos.shape[-1] < cos.shape[-1] and not call.layout & DOUBLED_TABLES:
+        _check_doubled(plan, cos, sin, found.spec.interleaved)
     return found
 
 
-def _check_twins(plan: Plan, cos: Operand, sin: Operand, interleaved: bool) -> None:
+def _check_doubled(plan: Plan, cos: Operand, sin: Operand, interleaved: bool) -> None:
     """Stop the device if tables ``[..., R, 2 P]`` do not have each number twice."""
     pairs, rows = cos.shape[-1] // 2, cos.shape[-2]
     steps = [(t.stride(0) if t.dim() == 3 else 0, *t.stride()[-2:]) for t in (cos, sin)]
-    step, twin = (2, 1) if interleaved else (1, pairs)
-    numbers = (*steps[0], *steps[1], pairs, step, twin)
+    step, to_second = (2, 1) if interleaved else (1, pairs)
+    numbers = (*steps[0], *steps[1], pairs, step, to_second)
     grid = rows, cos.shape[0] if cos.dim() == 3 else 1
     constants = {"BLOCK": triton.next_power_of_2(pairs)}
-    plan.launch(check_twins, grid, (cos, sin, *numbers), constants)
+    plan.launch(check_doubled, grid, (cos, sin, *numbers), constants)
 
 
 @triton.jit
-def check_twins(
-    cos, sin, cos_b, cos_t, cos_d, sin_b, sin_t, sin_d, pairs, step, twin,
+def check_doubled(
+    cos, sin, cos_b, cos_t, cos_d, sin_b, sin_t, sin_d, pairs, step, to_second,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compare a row of each table with its own other numbers."""
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at, mask = tl.arange(0, BLOCK) * step, tl.arange(0, BLOCK) < pairs
+    first, mask = tl.arange(0, BLOCK) * step, tl.arange(0, BLOCK) < pairs
+    second = first + to_second
     cos += b * cos_b + row * cos_t
     sin += b * sin_b + row * sin_t
-    same = tl.load(cos + at * cos_d, mask=mask) == tl.load(cos + (at + twin) * cos_d, mask=mask)
-    same &= tl.load(sin + at * sin_d, mask=mask) == tl.load(sin + (at + twin) * sin_d, mask=mask)
+    same = tl.load(cos + first * cos_d, mask=mask) == tl.load(cos + second * cos_d, mask=mask)
+    same &= tl.load(sin + first * sin_d, mask=mask) == tl.load(sin + second * sin_d, mask=mask)
     tl.device_assert(same | (mask == 0), "both numbers of a pair must be the same in cos and sin")
 
 
-def table_numbers(cos: Operand, rows: Rows) -> tuple[int | Step, ...]:
+def table_numbers(cos: Operand, rows: TableRows) -> tuple[int | Step, ...]:
     """Rows of a table, its batch and row strides, and batch and token strides of the positions."""
     whole = cos.is_aligned and all(step % 16 == 0 for step in cos.stride()[:-1])
     by_sequence = cos.stride(0) if cos.dim() == 3 else 0
@@ -79,7 +88,7 @@ def table_numbers(cos: Operand, rows: Rows) -> tuple[int | Step, ...]:
     return *table, *rows.positions.stride()
 
 
-def shared_constants(x: Operand, cos: Operand, rows: Rows, spec: Spec) -> dict[str, Any]:
+def shared_constants(x: Operand, cos: Operand, rows: TableRows, spec: Spec) -> dict[str, Any]:
     """The constexpr parameters that all kernels share, in their order."""
     pairs, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     return {
