@@ -33,17 +33,17 @@ def rows_of(
 
 
 def offset_by_position(
-    who: str, given: tuple[Any, ...], offset: Any, x: Any, seq_dim: int = -2
+    who: str, unnamed: tuple[Any, ...], offset: Any, x: Any, seq_dim: int = -2
 ) -> Any:
-    """The ``offset`` that a module was called with as ``given``, after q and k and without a name.
+    """The ``offset`` of a call whose arguments after q and k are ``unnamed``.
 
     Other libraries take positions of tokens there, so a tensor that could be either is refused.
     """
-    if len(given) > 1 or not (type(offset) is int and offset == 0):
+    if len(unnamed) > 1 or not (type(offset) is int and offset == 0):
         rule = "only one argument after q and k may come without a name, and offset only once"
         hint = "Pass offset= or position_ids=, and seq_len= by name."
-        fail(who, rule, f"{len(given)} and offset={describe(offset)}", hint, TypeError)
-    value = given[0]
+        fail(who, rule, f"{len(unnamed)} and offset={describe(offset)}", hint, TypeError)
+    value = unnamed[0]
     if torch.compiler.is_compiling():
         # The comparison would be a guard of the graph, or impossible for exported lengths.
         return value
@@ -71,9 +71,9 @@ def checked_positions(
     who: str, x: Tensor, rows: TableRows, limit: Limit = UNLIMITED
 ) -> tuple[Tensor, int | None]:
     """The positions that a tensor has, and the largest plus one, if that can be read."""
-    at = rows.as_index(x.shape[-2], x.device)
-    end = checks.check_ids(who, at, limit)
-    return at[0] if at.shape[0] == 1 else at, end
+    positions = rows.as_index(x.shape[-2], x.device)
+    end = checks.check_ids(who, positions, limit)
+    return positions[0] if positions.shape[0] == 1 else positions, end
 
 
 def run_kernel(who: str, limit: Limit, kernel: Callable[..., Result], *arguments: Any) -> Result:

@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc import ops
 from posenc._contract import checks
 from posenc.functional._positions import run_kernel
-from posenc.functional.rotary import arguments, layout_of, swap_heads
+from posenc.functional.rotary import check_arguments, layout_of, swap_heads
 from posenc.ops.rotation.rotation import norm_rotate_qk_op
 
 
@@ -68,14 +68,15 @@ def qk_norm_rope(
     References:
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
-    given = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(q, *given)) >= 0 and is_norm(eps, zero_centered):
-        how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
-        rotated = norm_rotate_qk_op.try_native(q, k, q_weight, k_weight, cos, sin, *how)
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    if (layout := layout_of(q, *options)) >= 0 and is_norm(eps, zero_centered):
+        tensors = q, k, q_weight, k_weight, cos, sin, position_ids
+        numbers = offset, layout, eps, 1.0 if zero_centered else 0.0
+        rotated = norm_rotate_qk_op.try_native(*tensors, *numbers)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     who = "qk_norm_rope"
-    limit, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, *given)
+    limit, (q, k), cos, sin, rows, spec = check_arguments(who, "qk", [q, k], cos, sin, *options)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):

@@ -110,12 +110,12 @@ def rotate(
         >>> rotate(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])).flatten()
         tensor([0., 1., 5.])
     """
-    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(x, *how)) >= 0:
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    if (layout := layout_of(x, *options)) >= 0:
         rotated = rotate_op.try_native(x, cos, sin, position_ids, offset, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
-    return _rotate("rotate", "x", [x], cos, sin, *how)[0]
+    return _rotate("rotate", "x", [x], cos, sin, *options)[0]
 
 
 def rotate_qk(
@@ -139,12 +139,12 @@ def rotate_qk(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(q, *how)) >= 0:
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    if (layout := layout_of(q, *options)) >= 0:
         rotated = rotate_qk_op.try_native(q, k, cos, sin, position_ids, offset, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
-    a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, *how)
+    a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, *options)
     return a, b
 
 
@@ -171,10 +171,10 @@ def rotate_(
         >>> x.flatten()
         tensor([0., 1.])
     """
-    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    layout = layout_of(x, *how)
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    layout = layout_of(x, *options)
     if layout < 0 or not rotate_in_place_op.try_native(x, cos, sin, position_ids, offset, layout):
-        _rotate("rotate_", "x", [x], cos, sin, *how, in_place=True)
+        _rotate("rotate_", "x", [x], cos, sin, *options, in_place=True)
     return x
 
 
@@ -199,11 +199,11 @@ def rotate_qk_(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    given = q, k, cos, sin, position_ids, offset
-    layout = layout_of(q, *how)
-    if layout < 0 or not rotate_qk_in_place_op.try_native(*given, layout):
-        _rotate("rotate_qk_", "qk", [q, k], cos, sin, *how, in_place=True)
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    arguments = q, k, cos, sin, position_ids, offset
+    layout = layout_of(q, *options)
+    if layout < 0 or not rotate_qk_in_place_op.try_native(*arguments, layout):
+        _rotate("rotate_qk_", "qk", [q, k], cos, sin, *options, in_place=True)
     return q, k
 
 
@@ -256,8 +256,8 @@ def _rotate(
     *layout: Any,
     in_place: bool = False,
 ) -> list[Tensor]:
-    given = arguments(who, names, xs, cos, sin, offset, position_ids, seq_dim, *layout)
-    ys = rotate_rows(who, *given, in_place=in_place)
+    checked = check_arguments(who, names, xs, cos, sin, offset, position_ids, seq_dim, *layout)
+    ys = rotate_rows(who, *checked, in_place=in_place)
     return swap_heads(ys, seq_dim)
 
 
@@ -380,7 +380,7 @@ def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
     return first
 
 
-def arguments(
+def check_arguments(
     who: str,
     names: str,
     xs: list[Tensor],

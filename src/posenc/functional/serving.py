@@ -15,7 +15,7 @@ from posenc._contract.position_checks import Limit
 from posenc._contract.tracing import is_plain
 from posenc.functional._positions import run_kernel
 from posenc.functional.norm import check_weight, is_norm
-from posenc.functional.rotary import arguments, layout_of, swap_heads
+from posenc.functional.rotary import check_arguments, layout_of, swap_heads
 from posenc.ops import LARGEST, CacheTarget, CacheWrite, Norm, SlotOutOfRange, Spec, TableRows
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.rotation.spec import PAGES_OF_TOKENS
@@ -141,8 +141,9 @@ def rotate_and_cache(
     if rotated is not None:
         return rotated
     (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, seq_dim)
-    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    limit, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, *how)
+    rotation = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    checked = check_arguments(who, "qk", [q, k], cos, sin, *rotation)
+    limit, (q, k), cos, sin, rows, spec = checked
     (v,) = swap_heads([v], seq_dim)
     write = check_write(who, (q, k, v), caches, slot_mapping, as_tokens, options)
     rotated = cache_rows(who, limit, write, cos, sin, rows, spec)
@@ -177,9 +178,9 @@ def try_native_cache(
         v_scale = _scale_tensor(v_scale, qkv[0]) if type(v_scale) is float else v_scale
     layout += PAGES_OF_TOKENS if cache_layout == "NHD" else 0
     read = slots, q_weight, k_weight, k_scale, v_scale
-    how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
-    written = *caches, k_scale_cache, v_scale_cache
-    result: Tensor | None = rotate_and_cache_op.try_native(*qkv, *written, *read, *tables, *how)
+    numbers = offset, layout, eps, 1.0 if zero_centered else 0.0
+    tensors = *qkv, *caches, k_scale_cache, v_scale_cache, *read, *tables, position_ids
+    result: Tensor | None = rotate_and_cache_op.try_native(*tensors, *numbers)
     return result
 
 
@@ -258,8 +259,8 @@ def cache_rows(
 
 
 def _check_values(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    (batch, _, length, width), (wanted, _, tokens, _) = v.shape, q.shape
-    if batch != wanted or length != tokens or width == 0:
+    sizes = v.shape[0], v.shape[2]
+    if sizes != (q.shape[0], q.shape[2]) or v.shape[3] == 0:
         rule = "v must have the batch and length of q and k, and at least one channel"
         got = f"(B, H, L, D) of {tuple(v.shape)} for {tuple(q.shape)}"
         checks.fail(who, rule, got, "Pass one value for each key; for (B, L, H, D), seq_dim=1.")
@@ -270,10 +271,10 @@ def _check_values(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_slots(who: str, slots: Any, q: Tensor, as_tokens: bool) -> Tensor:
     """``slots`` as ``[B, L]``."""
-    wanted = (q.shape[2],) if as_tokens else (q.shape[0], q.shape[2])
+    expected = (q.shape[2],) if as_tokens else (q.shape[0], q.shape[2])
     typed = isinstance(slots, Tensor) and slots.dtype in (torch.int64, torch.int32)
-    if not typed or slots.shape != wanted:
-        rule = f"slot_mapping must be an int64 or int32 tensor of shape {wanted}"
+    if not typed or slots.shape != expected:
+        rule = f"slot_mapping must be an int64 or int32 tensor of shape {expected}"
         hint = "Pass one slot for each token, -1 for one that is not stored."
         error = ValueError if typed else TypeError
         checks.fail(who, rule, checks.describe(slots), hint, error)
@@ -320,14 +321,14 @@ def _check_target(
         checks.fail(who, rule, got, "Pass one of them, or none.")
     if isinstance(scale, (int, float)):
         scale = _scale_tensor(checks.positive_float(who, f"{name}_scale", scale), x)
-    given = scales if scale is None else scale
-    if not isinstance(given, Tensor) or given.dtype != torch.float32:
+    divisors = scales if scale is None else scale
+    if not isinstance(divisors, Tensor) or divisors.dtype != torch.float32:
         rule = f"{name}_scale must be a number or a float32 tensor"
         rule = f"{name}_scale_cache must be a float32 tensor" if scale is None else rule
         hint = f"Pass torch.tensor(scale, device={name}.device), for example."
-        checks.fail(who, rule, checks.describe(given), hint, TypeError)
-    if given.device != x.device:
-        checks.fail(who, f"scales must be on {x.device}", given.device, "Move them there.")
+        checks.fail(who, rule, checks.describe(divisors), hint, TypeError)
+    if divisors.device != x.device:
+        checks.fail(who, f"scales must be on {x.device}", divisors.device, "Move them there.")
     if scale is not None:
         scale = _expanded(who, f"{name}_scale", scale, (*slots.shape, heads))
         # A kernel would not see the negative bit.
@@ -349,7 +350,7 @@ def _scale_tensor(scale: float, x: Any) -> Any:
 def _expanded(who: str, name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``scale`` as a view of ``shape``, (B, L, heads)."""
     sizes = zip(reversed(scale.shape), reversed(shape), strict=False)
-    if scale.dim() > 3 or not all(checks.is_one_of(n, (1, wanted)) for n, wanted in sizes):
+    if scale.dim() > 3 or not all(checks.is_one_of(n, (1, size)) for n, size in sizes):
         rule = f"{name} must broadcast to {shape}, tokens and heads"
         got = f"shape {tuple(scale.shape)}"
         checks.fail(who, rule, got, "Pass (), (heads,), or one for each token with a last 1.")

@@ -77,7 +77,7 @@ def by_tables(
 
     ``learned`` are parameters that ``run`` reads.
     """
-    x, dtype, needed, at = xs[0], torch.float64, None, None
+    x, dtype, needed, positions = xs[0], torch.float64, None, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
         # Half precision gets the same results from float32 tables, which are half as large.
         dtype = torch.float32
@@ -85,13 +85,13 @@ def by_tables(
         if rows.positions is None:
             needed = rows.start + x.shape[2]
         else:
-            at, needed = checked_positions(who, x, rows)
-    kept = tables.read(x, dtype, needed)
-    if kept is None:
-        at = positions_of(who, x, rows) if at is None else at
-        cos, sin = tables.at(at)
+            positions, needed = checked_positions(who, x, rows)
+    shared = tables.read(x, dtype, needed)
+    if shared is None:
+        positions = positions_of(who, x, rows) if positions is None else positions
+        cos, sin = tables.at(positions)
         return run(cos, sin, TableRows())
-    cos, sin = kept
+    cos, sin = shared
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *learned))
     if needed is not None and recorded:
         # Activation checkpointing compares the shapes of saved tensors with those of a second
@@ -158,11 +158,11 @@ class RopeAngles:
     def rule_length(self, who: str, x: Tensor, seq_len: Any) -> int | Tensor | None:
         """Check and return ``seq_len``, or None if the spectrum at that length is :attr:`usual`."""
         if isinstance(seq_len, Tensor):
-            given, seq_len = seq_len, position_checks.offsets(who, seq_len, x, "seq_len", ())
-            if is_readable(given) and given.numel():
+            lengths, seq_len = seq_len, position_checks.offsets(who, seq_len, x, "seq_len", ())
+            if is_readable(lengths) and lengths.numel():
                 low, high = (
                     checks.integer(who, "seq_len", int(end), least=0)
-                    for end in torch.aminmax(given)
+                    for end in torch.aminmax(lengths)
                 )
                 # All sequences have the same spectrum.
                 if low == high or (self.trained is not None and high <= self.trained):
@@ -178,23 +178,23 @@ class RopeAngles:
         return torch.full((), seq_len, dtype=torch.int64, device=x.device)
 
     def at_coordinates(
-        self, who: str, name: str, x: Tensor, at: Any, seq_len: Any
+        self, who: str, name: str, x: Tensor, positions: Any, seq_len: Any
     ) -> tuple[Tensor, float | Tensor]:
         """Check integer or floating positions of the tokens of ``x``; return angles and gain."""
         axes = self.spectrum.axes
         count = None if axes is None else axes.count()
-        at = position_checks.coordinates(who, name, at, x, count, self.limit)
-        if seq_len is None and self.trained is not None and at.numel():
-            last = _last_positions(at if axes is None else at.amax(0))
+        positions = position_checks.coordinates(who, name, positions, x, count, self.limit)
+        if seq_len is None and self.trained is not None and positions.numel():
+            last = _last_positions(positions if axes is None else positions.amax(0))
             seq_len = last.floor().to(torch.int64).clamp(min=-1) + 1
-        return self.at(at, self.rule_length(who, x, seq_len))
+        return self.at(positions, self.rule_length(who, x, seq_len))
 
-    def at(self, at: Tensor, length: int | Tensor | None) -> tuple[Tensor, float | Tensor]:
+    def at(self, positions: Tensor, length: int | Tensor | None) -> tuple[Tensor, float | Tensor]:
         """Angles in float64, and the gain of their tables, in sequences of this length."""
         spectrum = self.spectrum_at(length)
-        where = float64_device(at.device)
+        where = float64_device(positions.device)
         length = length.to(where) if isinstance(length, Tensor) else None
-        return angles(at.to(where), spectrum, length), spectrum.gain(length)
+        return angles(positions.to(where), spectrum, length), spectrum.gain(length)
 
 
 def tables_of(phi: Tensor, device: torch.device, gain: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -203,16 +203,17 @@ def tables_of(phi: Tensor, device: torch.device, gain: float | Tensor) -> tuple[
     return (cos[0], sin[0]) if cos.dim() == 3 and cos.shape[0] == 1 else (cos, sin)
 
 
-def _last_positions(at: Tensor) -> Tensor:
+def _last_positions(positions: Tensor) -> Tensor:
     """The largest position of each sequence; a scalar if the sequences share their positions."""
-    return at.amax(-1) if at.dim() == 2 and at.shape[0] > 1 else at.max()
+    by_sequence = positions.dim() == 2 and positions.shape[0] > 1
+    return positions.amax(-1) if by_sequence else positions.max()
 
 
 def check_axes(who: str, axes: Any) -> Axes | None:
     """``axes`` if they are Axes, or None."""
     hint = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
-    found: Axes | None = checks.check_instance(who, "axes", axes, Axes, hint)
-    return found
+    checked: Axes | None = checks.check_instance(who, "axes", axes, Axes, hint)
+    return checked
 
 
 def check_scaling(who: str, scaling: Any, base: float) -> Any:
@@ -328,16 +329,16 @@ class RotatedKeys(TableModule):
         who, angles = f"{type(self).__name__}.shift", self._angles
         k = self._rotated_keys(who, k)
         if isinstance(by, Tensor):
-            at = position_checks.offsets(who, by, k, "by")
+            shift = position_checks.offsets(who, by, k, "by")
         else:
             by = checks.integer(who, "by", by, least=-checks.MAX_POSITION)
-            at = torch.full((1,), by, device=k.device)
+            shift = torch.full((1,), by, device=k.device)
         if seq_len is None and angles.trained is not None:
             rule = type(angles.spectrum.scaling).__name__
             hint = "Pass the seq_len that the keys were rotated with."
             checks.fail(who, f"seq_len must be given, because {rule} depends on it", None, hint)
         length = angles.rule_length(who, k, seq_len)
-        phi, _ = angles.at(for_axes(at[:, None], angles.spectrum.axes), length)
+        phi, _ = angles.at(for_axes(shift[:, None], angles.spectrum.axes), length)
         # One row serves every token of a sequence.
         first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
         return self._rotate_again(who, k, phi, 1.0, TableRows(0, first))

@@ -70,12 +70,13 @@ def _rows(
     dtype, start = torch.promote_types(x.dtype, torch.float32), rows.start
     if rows.positions is None:
         end = start + x.shape[-2]
-        kept = tables.read(x, dtype, end)
-        if kept is not None:
-            return kept[0][start:end]
-    at = positions_of(who, x, rows, limit)
-    kept = tables.read(x, dtype) if tables.length is not None and is_plain(x, at) else None
-    return tables.at(at, dtype)[0] if kept is None else kept[0][at]
+        shared = tables.read(x, dtype, end)
+        if shared is not None:
+            return shared[0][start:end]
+    positions = positions_of(who, x, rows, limit)
+    is_shared = tables.length is not None and is_plain(x, positions)
+    shared = tables.read(x, dtype) if is_shared else None
+    return tables.at(positions, dtype)[0] if shared is None else shared[0][positions]
 
 
 class SinusoidalPosEmbedding(AddedTable):
@@ -374,6 +375,6 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         limit = Limit(self.max_len, "max_len")
         # Use the device of x: an offloaded weight is on meta until pos_emb is called.
-        at = positions_of(who, x, rows_of(who, x, offset, position_ids, limit), limit)
-        total = ops.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))
+        positions = positions_of(who, x, rows_of(who, x, offset, position_ids, limit), limit)
+        total = ops.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, positions)))
         return nn.functional.dropout(total, self.dropout, self.training) if self.dropout else total

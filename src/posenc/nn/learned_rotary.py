@@ -138,12 +138,12 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         a, b = swap_heads([a, b], self.seq_dim)
         return a, b
 
-    def _rotate(self, who: str, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotate(self, who: str, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         wide = widest(q.device)
         # [A, (B,) 1, L, 1] times [A, (1,) H, 1, P], added up over the coordinates.
-        freqs = self.freqs.to(at.device, wide)[:, :, None]
-        freqs = freqs if at.dim() == 2 else freqs[:, None]
-        phi = (replicate_like(freqs, at.to(wide))[..., None, :, None] * freqs).sum(0)
+        freqs = self.freqs.to(positions.device, wide)[:, :, None]
+        freqs = freqs if positions.dim() == 2 else freqs[:, None]
+        phi = (replicate_like(freqs, positions.to(wide))[..., None, :, None] * freqs).sum(0)
         if self.num_kv_heads == 1:
             # One table for all heads, and one pass for queries and keys.
             tables, spec = tables_of(phi.squeeze(-3), q.device, 1.0), self._spec()
@@ -268,13 +268,13 @@ class STRING(MixedRoPE):
         rows, columns = torch.triu_indices(width, width, 1, device=where)
         flat = above.new_zeros((self.num_kv_heads, width * width))
         upper = flat.index_copy(1, rows * width + columns, above).unflatten(1, (width, width))
-        skew, one = upper - upper.mT, torch.eye(width, dtype=above.dtype, device=where)
-        basis: Tensor = torch.linalg.solve(one + skew, one - skew)
+        skew, identity = upper - upper.mT, torch.eye(width, dtype=above.dtype, device=where)
+        basis: Tensor = torch.linalg.solve(identity + skew, identity - skew)
         return basis
 
-    def _rotate(self, who: str, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotate(self, who: str, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         basis = self.basis()
-        a, b = super()._rotate(who, self._changed(q, basis), self._changed(k, basis), at)
+        a, b = super()._rotate(who, self._changed(q, basis), self._changed(k, basis), positions)
         return a.to(q.dtype), b.to(k.dtype)
 
     def _changed(self, x: Tensor, basis: Tensor) -> Tensor:

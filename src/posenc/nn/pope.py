@@ -213,28 +213,29 @@ class PoPE(KeepsFloat32, RotatedKeys):
         drop = checks.probability(who, "dropout_p", dropout_p)
         q, k, v = rotary.swap_heads([q, k, v], self.seq_dim)
         qk_checks.check_qkv(who, q, k, v)
-        scores, at = (*q.shape[:3], k.shape[2]), None
+        scores, query_index = (*q.shape[:3], k.shape[2]), None
         if scores[2] != scores[3]:
             # The module encodes queries and keys of the same tokens: put the queries among them.
             queries, keys = qk_checks.check_lengths(who, *scores[2:])
             start = qk_checks.check_query_offset(who, query_offset, queries, keys, q.device)
             qk_checks.check_batches(who, q.shape[0], query_offset=start)
             start = start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else start
-            at = (start + torch.arange(queries, device=q.device)[:, None]).expand(*q.shape[:3], 1)
+            query_index = start + torch.arange(queries, device=q.device)[:, None]
+            query_index = query_index.expand(*q.shape[:3], 1)
             among = q.new_zeros((*scores[:2], keys, q.shape[3]))
-            q = among.scatter(2, at.expand(*q.shape), q)
+            q = among.scatter(2, query_index.expand(*q.shape), q)
         polar = self(
             *rotary.swap_heads([q, k], self.seq_dim), position_ids=position_ids, seq_len=seq_len
         )
         q, k = rotary.swap_heads(list(polar), self.seq_dim)
-        if at is not None:
-            q = q.gather(2, at.expand(*at.shape[:3], q.shape[3]))
+        if query_index is not None:
+            q = q.gather(2, query_index.expand(*query_index.shape[:3], q.shape[3]))
         mask = qk_checks.check_attn_mask(who, attn_mask, scores, q.device)
-        placed = any(x is not None for x in (at, query_offset, document_ids, window))
+        placed = any(x is not None for x in (query_index, query_offset, document_ids, window))
         if placed or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
-            how: Any = {"causal": causal, "scale": factor, "dropout_p": drop, "window": window}
-            how |= {"query_offset": query_offset, "document_ids": document_ids}
-            out, _ = attend(who, q, k, v, None, attn_mask=mask, **how)
+            options: Any = {"causal": causal, "scale": factor, "dropout_p": drop, "window": window}
+            options |= {"query_offset": query_offset, "document_ids": document_ids}
+            out, _ = attend(who, q, k, v, None, attn_mask=mask, **options)
             return rotary.swap_heads([out], self.seq_dim)[0]
         if mask is not None and causal:
             # SDPA takes a mask or is_causal, not both.

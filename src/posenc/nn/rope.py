@@ -223,9 +223,9 @@ class RoPE(RotatedKeys):
         Examples:
             >>> import torch
             >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
-            >>> wanted = rope(q, k, offset=5)
+            >>> expected = rope(q, k, offset=5)
             >>> _ = rope.forward_(q, k, offset=5)
-            >>> torch.equal(q, wanted[0])
+            >>> torch.equal(q, expected[0])
             True
         """
         tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
@@ -258,12 +258,12 @@ class RoPE(RotatedKeys):
             >>> torch.equal(last, rope(q, k)[0][:, :, 5:])
             True
         """
-        who, at = f"{type(self).__name__}.rotate_queries_with_cached_keys", self.seq_dim
-        check_heads(who, "q", [q], self.head_dim, at)
-        check_heads(who, "k", [k], self.head_dim, at)
-        as_many = k.narrow(at, 0, min(q.shape[at], k.shape[at]))
-        check_heads(who, "qk", [q, as_many], self.head_dim, at)
-        q, k = swap_heads([q, k], at)
+        who, seq_dim = f"{type(self).__name__}.rotate_queries_with_cached_keys", self.seq_dim
+        check_heads(who, "q", [q], self.head_dim, seq_dim)
+        check_heads(who, "k", [k], self.head_dim, seq_dim)
+        as_many = k.narrow(seq_dim, 0, min(q.shape[seq_dim], k.shape[seq_dim]))
+        check_heads(who, "qk", [q, as_many], self.head_dim, seq_dim)
+        q, k = swap_heads([q, k], seq_dim)
         ahead, limit, spec = k.shape[2] - q.shape[2], self._angles.limit, self._spec
 
         def run(cos: Tensor, sin: Tensor, rows: TableRows) -> list[Tensor]:
@@ -275,7 +275,7 @@ class RoPE(RotatedKeys):
             return queries + rotary.rotate_rows(who, limit, [k], cos, sin, rows, spec)
 
         ys = self._by_tables(who, [k, q], offset, position_ids, seq_len, run)
-        a, b = swap_heads(ys, at)
+        a, b = swap_heads(ys, seq_dim)
         return a, b
 
     def rotate_and_cache(

@@ -50,8 +50,8 @@ Call = TypeVar("Call", bound="tuple[Any, ...]")
 
 def replaced(call: Call, fields: dict[str, Any]) -> Call:
     """The call with other values in these fields."""
-    of: Any = type(call)
-    result: Call = of(**{**call._asdict(), **fields})  # type: ignore[attr-defined]
+    call_type: Any = type(call)
+    result: Call = call_type(**{**call._asdict(), **fields})  # type: ignore[attr-defined]
     return result
 
 
@@ -67,21 +67,21 @@ class Field(NamedTuple):
 
 def fields_of(call: type) -> tuple[Field, ...]:
     """The fields of a class of calls."""
-    found = []
+    fields = []
     for name, hint in get_type_hints(call, include_extras=True).items():
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         is_written = "written" in marks
         if kind in (Tensor, Tensor | None):
             text, letter = ("Tensor", "tw") if kind is Tensor else ("Tensor?", "?W")
-            found.append(Field(name, text, letter[is_written], True, is_written))
+            fields.append(Field(name, text, letter[is_written], True, is_written))
         elif kind is int:
             text = "SymInt" if "SymInt" in marks else "int"
-            found.append(Field(name, text, "s" if "start" in marks else "i", False, False))
+            fields.append(Field(name, text, "s" if "start" in marks else "i", False, False))
         elif kind is float:
-            found.append(Field(name, "float", "f", False, False))
+            fields.append(Field(name, "float", "f", False, False))
         else:
             raise TypeError(f"{call.__name__}.{name} cannot be a field of a call: {hint}")
-    return tuple(found)
+    return tuple(fields)
 
 
 def schema_of(fields: tuple[Field, ...], results: int) -> str:

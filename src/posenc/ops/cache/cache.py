@@ -58,8 +58,8 @@ def rotate_and_cache(
     (k_cache, k_scale, k_scales), (v_cache, v_scale, v_scales) = k_target, v_target
     written = k_cache, v_cache, k_scales, v_scales
     read = slots, q_weight, k_weight, k_scale, v_scale, cos, sin
-    how = *flatten(rows, spec), norm.eps, norm.shift
-    rotated: Tensor = rotate_and_cache_op(q, k, v, *written, *read, *how)
+    numbers = *flatten(rows, spec), norm.eps, norm.shift
+    rotated: Tensor = rotate_and_cache_op(q, k, v, *written, *read, *numbers)
     return rotated
 
 
@@ -82,19 +82,19 @@ def by_operations(
             return reference.rotate(wide, cos, sin, rows, spec)
         return reference.norm_rotate(wide, weight, cos, sin, rows, spec, norm)
 
-    queries, keys, kept = rotated(q, q_weight).to(q.dtype), rotated(k, k_weight), slots >= 0
-    store(k_target, keys, slots, kept)
-    store(v_target, v.to(reference.wider_dtype(v)), slots, kept)
+    queries, keys, is_stored = rotated(q, q_weight).to(q.dtype), rotated(k, k_weight), slots >= 0
+    store(k_target, keys, slots, is_stored)
+    store(v_target, v.to(reference.wider_dtype(v)), slots, is_stored)
     return queries
 
 
-def store(to: CacheTarget, x: Tensor, slots: Tensor, kept: Tensor | EllipsisType) -> None:
-    """Store the rows of ``x``, in a wide dtype, of all tokens that are ``kept``; ``...`` is all."""
-    cache, scale, scales = to
-    taken = slots[kept].long()
+def store(target: CacheTarget, x: Tensor, slots: Tensor, is_stored: Tensor | EllipsisType) -> None:
+    """Store the rows of ``x``, in a wide dtype, of tokens that ``is_stored``; ``...`` is all."""
+    cache, scale, scales = target
+    taken = slots[is_stored].long()
     page = cache.shape[2]
     pages, places = taken // page, taken % page
-    x = x.transpose(1, 2)[kept]  # [tokens, H, D]
+    x = x.transpose(1, 2)[is_stored]  # [tokens, H, D]
     if scales is not None:
         largest = torch.where(x.isnan(), 0, x.abs()).amax(-1)
         divisor = (largest / LARGEST[cache.dtype]).to(torch.float32)
@@ -102,7 +102,7 @@ def store(to: CacheTarget, x: Tensor, slots: Tensor, kept: Tensor | EllipsisType
         scales[pages, :, places] = divisor
         x = x / divisor.unsqueeze(-1)
     elif scale is not None:
-        x = x / scale.transpose(1, 2)[kept].unsqueeze(-1)
+        x = x / scale.transpose(1, 2)[is_stored].unsqueeze(-1)
     if cache.dtype in LARGEST:
         # Not every device can index float8.
         cache.view(torch.uint8)[pages, :, places] = encode(x, cache.dtype).view(torch.uint8)
@@ -194,16 +194,18 @@ def _check(call: CacheCall) -> Turn:
     """Refuse a call in the usual form with which a kernel would access memory out of bounds."""
     written = call.k_cache, call.v_cache, call.k_scales, call.v_scales
     read = call.slots, call.q_weight, call.k_weight, call.k_scale, call.v_scale
-    given = *written, *read
-    found = check_rotation(call, call.v, *given)
+    others = *written, *read
+    rotation = check_rotation(call, call.v, *others)
     for x, weight in ((call.q, call.q_weight), (call.k, call.k_weight)):
         if weight is not None:
             check_weight(weight, x)
     if not _is_in_bounds(call):
-        refuse(_WHO, "v, slots, caches and scales must fit q and k", call.q, call.k, call.v, *given)
+        refuse(
+            _WHO, "v, slots, caches and scales must fit q and k", call.q, call.k, call.v, *others
+        )
     for cache in (call.k_cache, call.v_cache):
         check_no_internal_overlap(_WHO, cache)
-    return found
+    return rotation
 
 
 def _run(call: CacheCall) -> tuple[Tensor, ...]:
@@ -233,9 +235,9 @@ def _is_in_bounds(call: CacheCall) -> bool:
     )
 
 
-def _holds(store: CacheTarget, x: Tensor) -> bool:
+def _holds(target: CacheTarget, x: Tensor) -> bool:
     """Whether the rows of ``x`` fit the cache, and its scales are those of a cache of 8 bits."""
-    cache, scale, scales = store
+    cache, scale, scales = target
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (x.shape[1], x.shape[3]):
         return False
     if (cache.shape[3] > 1 and cache.stride(3) != 1) or cache.dtype not in (x.dtype, *LARGEST):

@@ -74,21 +74,21 @@ static const char *wrong_tensors(const View *x, int count)
 }
 
 /* Why tables and rows do not fit a tensor, or NULL; positions on the CPU are read later. */
-static const char *wrong_rows(const View *x, const View *cos, const View *sin, const View *at, i64 start)
+static const char *wrong_rows(const View *x, const View *cos, const View *sin, const View *positions, i64 start)
 {
     const i64 batch = x->size[0], length = x->size[2], dim = cos->dim;
-    if (is_elsewhere(cos, x) || is_elsewhere(sin, x) || is_elsewhere(at, x))
+    if (is_elsewhere(cos, x) || is_elsewhere(sin, x) || is_elsewhere(positions, x))
         return "tensors are on several devices";
     if (float_dtype(cos->dtype) < 0 || float_dtype(sin->dtype) < 0 || sin->dim != dim ||
         (dim != 2 && dim != 3) || memcmp(cos->size, sin->size, (size_t)dim * sizeof(i64)) ||
         (dim == 3 && cos->size[0] != 1 && cos->size[0] != batch))
         return "cos and sin are not floating tables (R, P) or (B, R, P) of one shape";
     const i64 rows = cos->size[dim - 2];
-    if (start < 0 || start > rows || (!at->handle && length > rows - start))
+    if (start < 0 || start > rows || (!positions->handle && length > rows - start))
         return "a token has no row in the tables";
-    if (!at->handle) return NULL;
-    if (!is_integer(at) || at->dim != 2 || (at->size[0] != 1 && at->size[0] != batch) ||
-        (at->size[1] != length && (at->size[1] != 1 || at->is_flat)))
+    if (!positions->handle) return NULL;
+    if (!is_integer(positions) || positions->dim != 2 || (positions->size[0] != 1 && positions->size[0] != batch) ||
+        (positions->size[1] != length && (positions->size[1] != 1 || positions->is_flat)))
         return "positions are not int64 or int32, (T,) or (1 or B, 1 or T)";
     return NULL;
 }
@@ -185,7 +185,7 @@ static const char *unwritable(const View *x, int count, const View *integers)
 static Job job_of(const Rotation *r)
 {
     Job j = {0};
-    const View *const x = r->x, *const at = &r->positions;
+    const View *const x = r->x, *const positions = &r->positions;
     const i64 dim = r->cos.dim;
     const View *const tables[] = {&r->cos, &r->sin};
     Numbers *const to[] = {&j.cos, &j.sin};
@@ -201,20 +201,20 @@ static Job job_of(const Rotation *r)
     j.interleaved_in = r->interleaved_in, j.interleaved_out = r->interleaved_out;
     j.first_channel = r->rotate_last ? j.D - 2 * j.P : 0, j.transposed = r->transposed;
     j.sequential = 1;
-    if (at->handle) {
-        const int each = at->size[1] == j.T && j.T != 1;
-        j.pos = at->data, j.wide_pos = at->dtype == dtypes.int64;
-        j.pos_sb = at->size[0] > 1 ? at->step[0] : 0;
-        j.pos_st = each ? at->step[1] : 0;
+    if (positions->handle) {
+        const int each = positions->size[1] == j.T && j.T != 1;
+        j.pos = positions->data, j.wide_pos = positions->dtype == dtypes.int64;
+        j.pos_sb = positions->size[0] > 1 ? positions->step[0] : 0;
+        j.pos_st = each ? positions->step[1] : 0;
         j.sequential = !each;
     }
     return j;
 }
 
 /* Why the values of a job do not fit, or NULL. */
-static const char *wrong_values(const Job *j, const View *at)
+static const char *wrong_values(const Job *j, const View *positions)
 {
-    if (at->handle && !count_of(at)) return NULL; /* there is no token */
+    if (positions->handle && !count_of(positions)) return NULL; /* there is no token */
     if (!in_range(j)) return "positions must be in [0, R), the rows of the tables";
     if (j->to_second && !(is_doubled(j, &j->cos) && is_doubled(j, &j->sin)))
         return "both numbers of a pair are not the same in cos or sin";

@@ -173,11 +173,11 @@ static const char *wrong_cache(const View *x, const View *cache, const View *sca
         cache->size[1] != x->size[1] || cache->size[3] != x->size[3] || cache->step[3] != 1 ||
         (!cache->data && count_of(cache)))
         return "a cache is not (pages, H, page, D), dense along D, in a dtype of caches";
-    const int given = scale->handle != NULL, written = scales->handle != NULL;
-    if (given + written > 1 || (given + written && !has_8_bits(cache)))
+    const int has_scale = scale->handle != NULL, has_scales = scales->handle != NULL;
+    if (has_scale + has_scales > 1 || (has_scale + has_scales && !has_8_bits(cache)))
         return "only a cache of 8 bits may have a scale or scales, and must not have both";
-    if (given && !is_scale(scale, x->size, x)) return "a scale is not float32, (B, H, T)";
-    if (written && !is_scale(scales, cache->size, x))
+    if (has_scale && !is_scale(scale, x->size, x)) return "a scale is not float32, (B, H, T)";
+    if (has_scales && !is_scale(scales, cache->size, x))
         return "scales are not float32, (pages, H, page)";
     return NULL;
 }

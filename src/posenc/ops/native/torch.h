@@ -66,23 +66,23 @@ static void *symbol_of(LoadedLibrary library, const char *name) { return dlsym(l
 /* Look all functions up; return the name of one that is missing, or NULL. */
 static const char *find_torch(LoadedLibrary library)
 {
-    void *found;
+    void *address;
 #define FIND(field, symbol, result, arguments)       \
-    if (!(found = symbol_of(library, symbol))) return symbol; \
-    memcpy(&torch.field, &found, sizeof found);
+    if (!(address = symbol_of(library, symbol))) return symbol; \
+    memcpy(&torch.field, &address, sizeof address);
     TORCH_FUNCTIONS(FIND)
 #undef FIND
 #define FIND(name)                                                               \
-    if (!(found = symbol_of(library, "aoti_torch_dtype_" #name))) return "the dtype " #name; \
+    if (!(address = symbol_of(library, "aoti_torch_dtype_" #name))) return "the dtype " #name; \
     int32_t (*dtype_##name)(void);                                               \
-    memcpy(&dtype_##name, &found, sizeof found);                                 \
+    memcpy(&dtype_##name, &address, sizeof address);                                 \
     dtypes.name = dtype_##name();
     TORCH_DTYPES(FIND)
 #undef FIND
-    if ((found = symbol_of(library, "torch_delete_stable_ivalue")))
-        memcpy(&torch.delete_value, &found, sizeof found);
-    else if ((found = symbol_of(library, "_ZdlPv")))
-        memcpy(&torch.delete_memory, &found, sizeof found);
+    if ((address = symbol_of(library, "torch_delete_stable_ivalue")))
+        memcpy(&torch.delete_value, &address, sizeof address);
+    else if ((address = symbol_of(library, "_ZdlPv")))
+        memcpy(&torch.delete_memory, &address, sizeof address);
     else
         return "torch_delete_stable_ivalue";
     return NULL;
@@ -204,14 +204,14 @@ static i64 count_of(const View *v)
 /* Whether the elements fill a stretch of memory, each place once. */
 static int is_dense(const View *v)
 {
-    i64 wanted = 1, left = 0;
+    i64 step = 1, left = 0;
     if (!count_of(v)) return 1;
     for (i64 d = 0; d < v->dim; d++) left += v->size[d] > 1;
     while (left > 0) {
         i64 d = 0;
-        while (d < v->dim && (v->size[d] < 2 || v->step[d] != wanted)) d++;
+        while (d < v->dim && (v->size[d] < 2 || v->step[d] != step)) d++;
         if (d == v->dim) return 0;
-        wanted *= v->size[d];
+        step *= v->size[d];
         left--;
     }
     return 1;
@@ -290,10 +290,10 @@ static void drop_axis(View *v)
 static const char *make(Call *c, i64 dim, const i64 *size, const i64 *step, int32_t dtype, const View *like,
                         View *to)
 {
-    Handle made = NULL;
-    if (torch.empty(dim, size, step, dtype, like->device, like->index, &made))
+    Handle handle = NULL;
+    if (torch.empty(dim, size, step, dtype, like->device, like->index, &handle))
         return "no memory for the result";
-    *to = hold(c, made);
+    *to = hold(c, handle);
     return c->problem;
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,10 +53,16 @@ def norm_rotate(
 
 
 def norm_rotate_backward(
-    g: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *how: Any
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: TableRows,
+    spec: Spec,
+    norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`norm_rotate` with respect to ``x`` and ``weight``."""
-    rows, spec, norm = how
     unit, scale, factor = _unit_scale_factor(x, weight, norm)
     rotated = rotate(g.to(unit.dtype), cos, sin, rows, spec.transpose())
     all_heads = is_of_all_heads(weight, x)

@@ -95,8 +95,8 @@ def norm_rotate(
     """
     if is_sharded(x) or is_recorded(cos, sin):
         return _norm_by_operations(x, weight, cos, sin, rows, spec, norm)
-    how = *flatten(rows, spec), norm.eps, norm.shift
-    result: Tensor = norm_rotate_op(x, weight, cos, sin, *how)
+    numbers = *flatten(rows, spec), norm.eps, norm.shift
+    result: Tensor = norm_rotate_op(x, weight, cos, sin, *numbers)
     return result
 
 
@@ -115,8 +115,8 @@ def norm_rotate_qk(
     if is_sharded(q) or is_sharded(k) or is_recorded(cos, sin):
         of_q = _norm_by_operations(q, q_weight, cos, sin, rows, spec, norm)
         return of_q, _norm_by_operations(k, k_weight, cos, sin, rows, spec, norm)
-    how = *flatten(rows, spec), norm.eps, norm.shift
-    a, b = norm_rotate_qk_op(q, k, q_weight, k_weight, cos, sin, *how)
+    numbers = *flatten(rows, spec), norm.eps, norm.shift
+    a, b = norm_rotate_qk_op(q, k, q_weight, k_weight, cos, sin, *numbers)
     return a, b
 
 
@@ -373,32 +373,32 @@ def check_rotation(call: Rotating, *others: Tensor | None) -> Turn:
         if not agrees or t.dtype not in checks.FLOAT_DTYPES:
             refuse(_WHO, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
     check_rows(x, cos, sin, call.positions)
-    found = turn(call)
-    pairs, width, columns = found.cos.shape[-1], x.shape[3], cos.shape[-1]
+    rotation = turn(call)
+    pairs, width, columns = rotation.cos.shape[-1], x.shape[3], cos.shape[-1]
     if not 2 <= 2 * pairs <= width or layout // WIDTH not in (0, width):
         refuse(_WHO, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
     known = layout >= 0 and layout % WIDTH < 2 * TOKENS_FIRST
     if not known or (layout & DOUBLED_TABLES and columns % 2):
         refuse(_WHO, f"layout must be of known bits, not {layout}", cos, x)
-    return found
+    return rotation
 
 
-def are_doubles_unchecked(call: Rotating, found: Turn) -> bool:
+def are_doubles_unchecked(call: Rotating, rotation: Turn) -> bool:
     """Whether tables have each number twice, which nobody has checked."""
-    return not call.layout & DOUBLED_TABLES and found.cos.shape[-1] < call.cos.shape[-1]
+    return not call.layout & DOUBLED_TABLES and rotation.cos.shape[-1] < call.cos.shape[-1]
 
 
-def check_values(call: Rotating, found: Turn) -> Turn:
+def check_values(call: Rotating, rotation: Turn) -> Turn:
     """Refuse a start without rows, and tables that can be read and differ in a pair."""
     length = heads_first(call.xs[0], call.layout).shape[2]
     check_start(call.start, call.cos.shape[-2], length, call.positions)
-    if are_doubles_unchecked(call, found):
+    if are_doubles_unchecked(call, rotation):
         for table in (call.cos, call.sin):
-            halves = reference.pairs(table, found.spec.interleaved)
+            halves = reference.pairs(table, rotation.spec.interleaved)
             if is_readable(table) and not torch.equal(*halves):
                 rule = "both numbers of a pair must be the same in cos and sin"
                 refuse(_WHO, rule, call.cos, call.sin)
-    return found
+    return rotation
 
 
 def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
@@ -423,12 +423,12 @@ def check_start(start: int, rows: int, length: int, positions: Tensor | None) ->
         raise wrong_start(start, rows, length, positions)
 
 
-def _are_positions(at: Tensor, batch: int, length: int) -> bool:
-    if at.dtype not in (torch.int64, torch.int32):
+def _are_positions(positions: Tensor, batch: int, length: int) -> bool:
+    if positions.dtype not in (torch.int64, torch.int32):
         return False
-    if at.dim() == 1:
-        return at.shape[0] == length
-    return at.dim() == 2 and at.shape[0] in (1, batch) and at.shape[1] in (1, length)
+    if positions.dim() != 2:
+        return positions.dim() == 1 and positions.shape[0] == length
+    return positions.shape[0] in (1, batch) and positions.shape[1] in (1, length)
 
 
 def check_devices(who: str, *tensors: Any) -> None:
@@ -470,16 +470,16 @@ def no_results(call: Any) -> tuple[Tensor, ...]:
 
 
 def _run(call: RotateCall | RotateQKCall) -> tuple[Tensor, ...]:
-    found = check_values(call, check_rotation(call))
-    return _in_their_form([reference.rotate(x, *found) for x in with_heads_first(call)], call)
+    rotation = check_values(call, check_rotation(call))
+    return _in_their_form([reference.rotate(x, *rotation) for x in with_heads_first(call)], call)
 
 
 def _run_in_place(call: RotateInPlaceCall | RotateQKInPlaceCall) -> tuple[Tensor, ...]:
-    found = check_values(call, check_rotation(call))
+    rotation = check_values(call, check_rotation(call))
     for x in call.xs:
         check_no_internal_overlap(_WHO, x)
     xs = with_heads_first(call)
-    for x, y in zip(xs, [reference.rotate(x, *found) for x in xs], strict=True):
+    for x, y in zip(xs, [reference.rotate(x, *rotation) for x in xs], strict=True):
         x.copy_(y)
     return ()
 
@@ -487,8 +487,8 @@ def _run_in_place(call: RotateInPlaceCall | RotateQKInPlaceCall) -> tuple[Tensor
 def _by_operations(call: RotateCall | RotateQKCall) -> tuple[Tensor, ...]:
     """The rotation of one tensor, or of two, as operations of torch, or of an exporter."""
     by = _exported.rotation if is_exporting() else reference.rotate
-    found = turn(call)
-    ys = [by(x, *found) for x in with_heads_first(call)]
+    rotation = turn(call)
+    ys = [by(x, *rotation) for x in with_heads_first(call)]
     return tuple([heads_first(y, call.layout) for y in ys])
 
 
@@ -505,13 +505,10 @@ def _plan(call: Rotating, plan: Plan, target: Target) -> None:
 def _save(ctx: Any, call: RotateCall | RotateQKCall, results: tuple[Tensor, ...]) -> None:
     """Save what the gradient needs."""
     needs = dict(zip(call._fields, ctx.needs_input_grad, strict=False))
-    ctx.for_tables, wanted = (
-        needs["cos"] or needs["sin"],
-        [needs[n] for n in call._fields[: len(call.xs)]],
-    )
-    if len(wanted) == 2 and not ctx.for_tables and wanted[0] != wanted[1]:
+    ctx.for_tables = needs["cos"] or needs["sin"]
+    if len(results) == 2 and not ctx.for_tables and needs["q"] != needs["k"]:
         # A cache that k is written to would otherwise keep the graph of q alive.
-        ctx.mark_non_differentiable(results[1 if wanted[0] else 0])
+        ctx.mark_non_differentiable(results[1 if needs["q"] else 0])
     ctx.start, ctx.layout = call.start, call.layout
     ctx.save_for_backward(call.cos, call.sin, call.positions, *(call.xs if ctx.for_tables else ()))
 
@@ -519,11 +516,11 @@ def _save(ctx: Any, call: RotateCall | RotateQKCall, results: tuple[Tensor, ...]
 def _backward(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
     """The gradient with respect to the tensors is the transposed rotation."""
     cos, sin, positions, *xs = ctx.saved_tensors
-    how = cos, sin, positions, ctx.start, turned_back(ctx.layout)
+    rotation = cos, sin, positions, ctx.start, turned_back(ctx.layout)
     if len(gradients) == 1:
-        found: dict[str, Tensor | None] = {"x": rotate_op(*gradients, *how)}
+        result: dict[str, Tensor | None] = {"x": rotate_op(*gradients, *rotation)}
     else:
-        found = dict(zip(("q", "k"), rotate_qk_op(*gradients, *how), strict=True))
+        result = dict(zip(("q", "k"), rotate_qk_op(*gradients, *rotation), strict=True))
     if ctx.for_tables:
         layout, width = ctx.layout, gradients[0].shape[-1]
         used = turn_of(cos, sin, positions, ctx.start, layout, width)
@@ -533,9 +530,9 @@ def _backward(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
         ]
         terms = [reference.table_gradients(x, g, *used) for x, g in both]
         to_cos, to_sin = (sum(term) for term in zip(*terms, strict=True))
-        found["cos"] = _like_table(to_cos, cos.shape, used.spec)
-        found["sin"] = _like_table(to_sin, sin.shape, used.spec)
-    return found
+        result["cos"] = _like_table(to_cos, cos.shape, used.spec)
+        result["sin"] = _like_table(to_sin, sin.shape, used.spec)
+    return result
 
 
 def _like_table(gradient: Any, shape: torch.Size, spec: Spec) -> Tensor:
@@ -600,10 +597,10 @@ rotate_qk_in_place_op = Op(
 
 def check_norm(call: Norming, *others: Tensor | None) -> Turn:
     """:func:`check_rotation` of a norm and a rotation, and the weights."""
-    found = check_rotation(call, *call.weights, *others)
+    rotation = check_rotation(call, *call.weights, *others)
     for x, weight in zip(with_heads_first(call), call.weights, strict=True):
         check_weight(weight, x)
-    return found
+    return rotation
 
 
 def check_gradient(call: NormRotateBackwardCall) -> None:
@@ -618,9 +615,9 @@ def _run_norm(call: NormRotateCall | NormRotateQKCall) -> tuple[Tensor, ...]:
 
 
 def _normed(call: NormRotateCall | NormRotateQKCall) -> Iterator[Tensor]:
-    found, norm = turn(call), Norm(call.eps, call.shift)
+    rotation, norm = turn(call), Norm(call.eps, call.shift)
     for x, weight in zip(with_heads_first(call), call.weights, strict=True):
-        yield reference.norm_rotate(x, weight, *found, norm)
+        yield reference.norm_rotate(x, weight, *rotation, norm)
 
 
 def _norm_operations(call: NormRotateCall | NormRotateQKCall) -> tuple[Tensor, ...]:
@@ -665,7 +662,7 @@ def _norm_gradients(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
     *tensors, cos, sin, positions = ctx.saved_tensors
     half = len(tensors) // 2
     names = [("x", "weight")] if half == 1 else [("q", "q_weight"), ("k", "k_weight")]
-    found: dict[str, Tensor | None] = {}
+    result: dict[str, Tensor | None] = {}
     for i, (x_name, weight_name) in enumerate(names):
         call = gradients[i], tensors[i], tensors[half + i], cos, sin, positions, *ctx.others
         if torch.is_grad_enabled():
@@ -673,8 +670,8 @@ def _norm_gradients(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
             both: Any = _norm_backward_operations(NormRotateBackwardCall(*call))
         else:
             both = norm_rotate_backward_op(*call)
-        found[x_name], found[weight_name] = both
-    return found
+        result[x_name], result[weight_name] = both
+    return result
 
 
 def _like_x_and_weight(call: NormRotateBackwardCall) -> tuple[Tensor, ...]:

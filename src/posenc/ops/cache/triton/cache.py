@@ -71,8 +71,8 @@ def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
         "Q_BLOCK": blocks[0], "K_BLOCK": blocks[1], "V_BLOCK": blocks[2],
     }  # fmt: skip
     # The kernel reads nothing of the tensor that stands for an absent one.
-    given = [q if x is None else x for x in others]
-    arguments = q, k, v, y, k_cache, v_cache, call.slots, cos, sin, *given, START, *numbers
+    read = [q if x is None else x for x in others]
+    arguments = q, k, v, y, k_cache, v_cache, call.slots, cos, sin, *read, START, *numbers
     count = sum(triton.cdiv(x.shape[1], n) for x, n in zip((q, k, v), blocks, strict=True))
     options = {"launch_pdl": True} if early else {}
     plan.launch(
@@ -86,8 +86,8 @@ def _target(
     """The cache, its scale or scales, its format, and where the scale comes from."""
     code = FORMATS.get(cache.dtype, 0)
     origin = 1 if scale is not None else 2 if scales is not None else 0
-    seen = cache.view(torch.uint8) if code else cache
-    return seen, scales if origin == 2 else scale, (code, origin)
+    view = cache.view(torch.uint8) if code else cache
+    return view, scales if origin == 2 else scale, (code, origin)
 
 
 def _steps(scale: Operand | None) -> Any:
@@ -96,23 +96,23 @@ def _steps(scale: Operand | None) -> Any:
 
 def tile(tokens: int) -> tuple[int, int]:
     """Channels and warps of a program, measured on an H200; benchmarks/README.md says how."""
-    for most, found in ((64, (2048, 8)), (128, (2048, 4)), (256, (1024, 4)), (1024, (4096, 4))):
-        if tokens <= most:
-            return found
+    for limit, sizes in ((64, (2048, 8)), (128, (2048, 4)), (256, (1024, 4)), (1024, (4096, 4))):
+        if tokens <= limit:
+            return sizes
     return 1024, 1
 
 
 def _heads(x: Operand, norm: int, channels: int) -> int:
     """Heads of one program: all for a norm over all heads, else as many as ``channels`` hold."""
-    most = int(triton.next_power_of_2(max(x.shape[1], 1)))
+    all_heads = int(triton.next_power_of_2(max(x.shape[1], 1)))
     if norm == 2:
-        return most
-    return min(most, max(1, channels // int(triton.next_power_of_2(x.shape[3]))))
+        return all_heads
+    return min(all_heads, max(1, channels // int(triton.next_power_of_2(x.shape[3]))))
 
 
 @triton.jit
 def rotated_block(
-    x, weight, block, table, b, t, at, other,
+    x, weight, block, table, b, t, pair, other,
     EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, COLUMN: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr,
@@ -125,15 +125,16 @@ def rotated_block(
     keep = present & (other < WIDTH)
     x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
     p, q, rest = load_channels(
-        source + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE
+        source + x_at, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE
     )
     c, s, inside = load_tables(
-        table, b, t, t >= 0, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, True
-    )
+        table, b, t, t >= 0, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+        True,
+    )  # fmt: skip
     if NORM > 0:
         count: tl.constexpr = WIDTH * HEADS if NORM == 2 else WIDTH
         wp, wq, wr = norm_factors(
-            weight, h, at, other, SHIFT,
+            weight, h, pair, other, SHIFT,
             WIDTH, PAIRS, FIRST, REST, IN, NORM == 2, WIDE, HEADS,
         )  # fmt: skip
         scale = sum_products(p, q, rest, p, q, rest, REST, NORM == 2) / count + EPS
@@ -151,30 +152,30 @@ def largest_magnitude(x):
 
 @triton.jit
 def row_factor(
-    largest, scale, b, t, h, page, place, kept,
+    largest, scale, b, t, h, page, place, is_stored,
     HEADS: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One over the scale of each row, ``[1, H, 1]``, which is loaded, or worked out and stored."""
-    at, by_first, by_head, by_last = scale
+    pointer, by_first, by_head, by_last = scale
     present = (h < HEADS)[None, :, None]
     if SCALING == 1:
-        where = at + (b * by_first + h[None, :] * by_head + t[:, None] * by_last)[:, :, None]
-        found = tl.load(where, mask=present, other=1.0)
+        where = pointer + (b * by_first + h[None, :] * by_head + t[:, None] * by_last)[:, :, None]
+        divisor = tl.load(where, mask=present, other=1.0)
     else:
-        most: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0 if FORMAT == 2 else 127.0
+        limit: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0 if FORMAT == 2 else 127.0
         if tl.float32 == WIDE:
-            found = tl.div_rn(largest, tl.full(largest.shape, most, tl.float32))
+            divisor = tl.div_rn(largest, tl.full(largest.shape, limit, tl.float32))
         else:
-            found = (largest / most).to(tl.float32)
-        found = tl.where(found == 0.0, 1.0, found)
+            divisor = (largest / limit).to(tl.float32)
+        divisor = tl.where(divisor == 0.0, 1.0, divisor)
         where = (
-            at
+            pointer
             + (page[:, None] * by_first + h[None, :] * by_head + place[:, None] * by_last)[
                 :, :, None
             ]
         )
-        tl.store(where, found, mask=present & kept[:, None, None])
-    return 1.0 / found.to(WIDE)
+        tl.store(where, divisor, mask=present & is_stored[:, None, None])
+    return 1.0 / divisor.to(WIDE)
 
 
 @triton.jit
@@ -182,13 +183,13 @@ def place_of(slots, b, t, slots_b, slots_t, count, size):
     """Page and row of a token, whether it is stored, and whether its slot is in range."""
     slot = tl.load(slots + b * slots_b + t * slots_t).to(tl.int64)
     inside = (slot >= -1) & (slot < count)
-    kept, slot = (slot >= 0) & inside, slot.to(count.dtype)
-    return (slot // size).to(tl.int64), (slot % size).to(tl.int64), kept, inside
+    is_stored, slot = (slot >= 0) & inside, slot.to(count.dtype)
+    return (slot // size).to(tl.int64), (slot % size).to(tl.int64), is_stored, inside
 
 
 @triton.jit
 def store_keys(
-    p, q, rest, h, present, keep, at, other, to, scale, b, t, page, place, kept,
+    p, q, rest, h, present, keep, pair, other, to, scale, b, t, page, place, is_stored,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     OUT: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -200,7 +201,7 @@ def store_keys(
         if REST > 0:
             largest = tl.maximum(largest, largest_magnitude(rest))
         factor = row_factor(
-            largest, scale, b, t, h, page, place, kept, HEADS, FORMAT, SCALING, WIDE
+            largest, scale, b, t, h, page, place, is_stored, HEADS, FORMAT, SCALING, WIDE
         )
         p, q, rest = p * factor, q * factor, rest * factor
     if FORMAT > 0:
@@ -210,16 +211,16 @@ def store_keys(
         else:
             p, q = encode(p, FORMAT, NATIVE), encode(q, FORMAT, NATIVE)
         rest = encode(rest, FORMAT, NATIVE)
-    kept = kept[:, None, None]
+    is_stored = is_stored[:, None, None]
     where = (page[:, None] * by_page + h[None, :] * by_head + place[:, None] * by_place)[:, :, None]
-    store_pairs(target + where, present & kept, at, p, q, FIRST, PAIRS, OUT)
+    store_pairs(target + where, present & is_stored, pair, p, q, FIRST, PAIRS, OUT)
     if REST > 0:
-        tl.store(target + where + other, rest.to(target.dtype.element_ty), mask=keep & kept)
+        tl.store(target + where + other, rest.to(target.dtype.element_ty), mask=keep & is_stored)
 
 
 @triton.jit
 def store_values(
-    x, block, to, scale, b, t, page, place, kept,
+    x, block, to, scale, b, t, page, place, is_stored,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr,
     WIDE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +243,7 @@ def store_values(
                 h,
                 page,
                 place,
-                kept,
+                is_stored,
                 HEADS,
                 FORMAT,
                 SCALING,
@@ -251,7 +252,7 @@ def store_values(
             value = value * factor
         value = encode(value, FORMAT, NATIVE)
     where = (page[:, None] * by_page + h[None, :] * by_head + place[:, None] * by_place)[:, :, None]
-    tl.store(target + where + channel, value, mask=mask & kept[:, None, None])
+    tl.store(target + where + channel, value, mask=mask & is_stored[:, None, None])
 
 
 @triton.jit
@@ -286,40 +287,40 @@ def write_cache(
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (Q_HEADS + Q_BLOCK - 1) // Q_BLOCK
     k_blocks: tl.constexpr = (K_HEADS + K_BLOCK - 1) // K_BLOCK
-    at = tl.arange(0, BLOCK_P)[None, None, :]
+    pair = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     # Past the channels that are not rotated, as `keep` expects.
     other = tl.where(tl.arange(0, BLOCK_REST)[None, None, :] < REST, other, WIDTH)
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     if block < q_blocks:
         p, r, rest, h, present, keep, inside = rotated_block(
-            (q, q_b, q_h, q_t), q_weight, block, table, b, t, at, other,
+            (q, q_b, q_h, q_t), q_weight, block, table, b, t, pair, other,
             EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES, IN,
             TRANSPOSED, WIDE, Q_NORM, Q_BLOCK,
         )  # fmt: skip
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        store_pairs(y + y_at, present, at, p, r, FIRST, PAIRS, OUT)
+        store_pairs(y + y_at, present, pair, p, r, FIRST, PAIRS, OUT)
         if REST > 0:
             tl.store(y + y_at + other, rest.to(y.dtype.element_ty), mask=keep)
         tl.device_assert(inside, "position outside the table")
     elif block < q_blocks + k_blocks:
-        page, place, kept, fits = place_of(slots, b, t, slots_b, slots_t, count, k_page)
+        page, place, is_stored, fits = place_of(slots, b, t, slots_b, slots_t, count, k_page)
         p, r, rest, h, present, keep, inside = rotated_block(
-            (k, k_b, k_h, k_t), k_weight, block - q_blocks, table, b, t, at, other,
+            (k, k_b, k_h, k_t), k_weight, block - q_blocks, table, b, t, pair, other,
             EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES, IN,
             TRANSPOSED, WIDE, K_NORM, K_BLOCK,
         )  # fmt: skip
         store_keys(
-            p, r, rest, h, present, keep, at, other, (k_cache, kc_p, kc_h, kc_t),
-            (k_scale, ks_b, ks_h, ks_t), b, t, page, place, kept & inside,
+            p, r, rest, h, present, keep, pair, other, (k_cache, kc_p, kc_h, kc_t),
+            (k_scale, ks_b, ks_h, ks_t), b, t, page, place, is_stored & inside,
             K_HEADS, PAIRS, FIRST, REST, OUT, K_FORMAT, K_SCALING, WIDE, NATIVE,
         )  # fmt: skip
         tl.device_assert(inside & fits, "position outside the table, or slot outside the cache")
     else:
-        page, place, kept, fits = place_of(slots, b, t, slots_b, slots_t, count, v_page)
+        page, place, is_stored, fits = place_of(slots, b, t, slots_b, slots_t, count, v_page)
         store_values(
             (v, v_b, v_h, v_t), block - q_blocks - k_blocks, (v_cache, vc_p, vc_h, vc_t),
-            (v_scale, vs_b, vs_h, vs_t), b, t, page, place, kept,
+            (v_scale, vs_b, vs_h, vs_t), b, t, page, place, is_stored,
             V_HEADS, V_WIDTH, V_FORMAT, V_SCALING, WIDE, NATIVE, V_BLOCK, BLOCK_V,
         )  # fmt: skip
         tl.device_assert(fits, "slot outside the cache")
@@ -342,9 +343,9 @@ def encode(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _encode(x, FORMAT: tl.constexpr):
-    most: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0 if FORMAT == 2 else 127.0
+    limit: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0 if FORMAT == 2 else 127.0
     x = x.to(tl.float32)
-    x = tl.where(x > most, most, tl.where(x < -most, -most, x))
+    x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
     if FORMAT == 3:
         # The last bits of this sum are the integer.
         bits = (x + 12582912.0).to(tl.int32, bitcast=True)

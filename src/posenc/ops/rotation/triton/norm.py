@@ -140,15 +140,15 @@ def plan_sum(plan: Plan, shares: Operand, to: Operand) -> None:
 @triton.jit
 def sum_rows(shares, to, rows, count, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of columns, of blocks of rows one after the other."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK_N, BLOCK), shares.dtype.element_ty)
     for first in range(0, rows, BLOCK_N):
         row = first + tl.arange(0, BLOCK_N)
-        mask = (row < rows)[:, None] & (at < count)[None, :]
+        mask = (row < rows)[:, None] & (column < count)[None, :]
         total += tl.load(
-            shares + row.to(tl.int64)[:, None] * count + at[None, :], mask=mask, other=0.0
+            shares + row.to(tl.int64)[:, None] * count + column[None, :], mask=mask, other=0.0
         )
-    tl.store(to + at, tl.sum(total, 0).to(to.dtype.element_ty), mask=at < count)
+    tl.store(to + column, tl.sum(total, 0).to(to.dtype.element_ty), mask=column < count)
 
 
 def _heads(x: Operand, weight: Operand) -> int:
@@ -161,12 +161,12 @@ def _heads(x: Operand, weight: Operand) -> int:
 
 @triton.jit
 def load_channels(
-    row, present, at, other, keep,
+    row, present, pair, other, keep,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Load both channels of a token's pairs, and the channels that are not rotated."""
-    a, b = load_pairs(row, present, at, FIRST, PAIRS, IN, WIDE)
+    a, b = load_pairs(row, present, pair, FIRST, PAIRS, IN, WIDE)
     rest = a * 0
     if REST > 0:
         rest = tl.load(row + other, mask=keep, other=0.0).to(WIDE)
@@ -175,7 +175,7 @@ def load_channels(
 
 @triton.jit
 def norm_factors(
-    weight, h, at, other,
+    weight, h, pair, other,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
     REST: tl.constexpr, IN: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -187,7 +187,7 @@ def norm_factors(
     h = h[None, :, None]
     row, present = weight + h * (WIDTH if ALL_HEADS else 0), h < HEADS
     keep = present & (other < WIDTH)
-    wp, wq, wr = load_channels(row, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+    wp, wq, wr = load_channels(row, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE)
     if SHIFT != 0.0:
         wp, wq, wr = wp + SHIFT, wq + SHIFT, wr + SHIFT
     return wp, wq, wr
@@ -217,15 +217,16 @@ def _normalise(
     """One token of one tensor; ``x`` and ``y`` are pointers and their strides."""
     source, x_b, x_h, x_t = x
     target, y_b, y_h, y_t = y
-    at = tl.arange(0, BLOCK_P)[None, None, :]
+    pair = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     count: tl.constexpr = WIDTH * HEADS if ALL_HEADS else WIDTH
     c, s, _ = load_tables(
-        table, b, t, t < length, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
-    )
+        table, b, t, t < length, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED,
+        WIDE,
+    )  # fmt: skip
     # A norm over all heads needs them in one block. Otherwise blocks share the token's tables.
     wp, wq, wr = norm_factors(
-        weight, tl.arange(0, BLOCK_H), at, other, SHIFT,
+        weight, tl.arange(0, BLOCK_H), pair, other, SHIFT,
         WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS,
     )  # fmt: skip
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
@@ -234,12 +235,12 @@ def _normalise(
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = source + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         y_at = target + (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        p, q, rest = load_channels(x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        p, q, rest = load_channels(x_at, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
             WIDE
         )
         p, q = rotated(p * scale * wp, q * scale * wq, c, s)
-        store_pairs(y_at, present, at, p, q, FIRST, PAIRS, OUT)
+        store_pairs(y_at, present, pair, p, q, FIRST, PAIRS, OUT)
         if REST > 0:
             tl.store(y_at + other, (rest * scale * wr).to(target.dtype.element_ty), mask=keep)
 
@@ -291,7 +292,7 @@ def _backward(
     blocks = (HEADS + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
     h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
-    at = tl.arange(0, BLOCK_P)[None, None, :]
+    pair = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     present = (h < HEADS)[None, :, None]
     keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
@@ -301,30 +302,23 @@ def _backward(
     to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
     wp, wq, wr = norm_factors(
-        weight, h, at, other, SHIFT, WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS
+        weight, h, pair, other, SHIFT, WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS
     )
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):
         b = (token % batch).to(tl.int64)
         t = (token // batch).to(tl.int64) + tl.arange(0, 1)
         c, s, _ = load_tables(
-            table,
-            b,
-            t,
-            t < length,
-            at,
-            at < PAIRS,
-            COLUMN,
-            HAS_POSITIONS,
-            ADVANCES,
-            TRANSPOSED,
-            WIDE,
-        )
+            table, b, t, t < length, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES,
+            TRANSPOSED, WIDE,
+        )  # fmt: skip
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        p, q, rest = load_channels(x + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        p, q, rest = load_channels(
+            x + x_at, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE
+        )
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
         gp, gq, gr = load_channels(
-            g + g_at, present, at, other, keep, PAIRS, FIRST, REST, OUT, WIDE
+            g + g_at, present, pair, other, keep, PAIRS, FIRST, REST, OUT, WIDE
         )
         gp, gq = rotated(gp, gq, c, negative(s))
         scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
@@ -339,7 +333,7 @@ def _backward(
         pull = negative(sum_products(gp, gq, gr, p, q, rest, REST, ALL_HEADS) / count)
         dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
         gp, gq = tl.fma(p, pull, gp) * scale, tl.fma(q, pull, gq) * scale
-        store_pairs(dx + dx_at, present, at, gp, gq, FIRST, PAIRS, IN)
+        store_pairs(dx + dx_at, present, pair, gp, gq, FIRST, PAIRS, IN)
         if REST > 0:
             back = (tl.fma(rest, pull, gr) * scale).to(dx.dtype.element_ty)
             tl.store(dx + dx_at + other, back, mask=keep)
@@ -351,6 +345,6 @@ def _backward(
         keep = tl.arange(0, BLOCK_REST)[None, None, :] < REST
         to_wp, to_wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
         to_wr = tl.sum(to_wr, axis=1, keep_dims=True)
-    store_pairs(mine, present, at, to_wp, to_wq, FIRST, PAIRS, IN)
+    store_pairs(mine, present, pair, to_wp, to_wq, FIRST, PAIRS, IN)
     if REST > 0:
         tl.store(mine + other, to_wr.to(partial.dtype.element_ty), mask=keep)

@@ -45,10 +45,10 @@ def turn_in(plan: Plan, call: Any, length: int, width: int) -> Turn:
     If they have each number twice, and nobody has checked that, a kernel does.
     """
     cos, sin = tables_in(plan, call, length)
-    found = turn_of(cos, sin, call.positions, START, call.layout, width)
-    if found.cos.shape[-1] < cos.shape[-1] and not call.layout & DOUBLED_TABLES:
-        _check_doubled(plan, cos, sin, found.spec.interleaved)
-    return found
+    rotation = turn_of(cos, sin, call.positions, START, call.layout, width)
+    if rotation.cos.shape[-1] < cos.shape[-1] and not call.layout & DOUBLED_TABLES:
+        _check_doubled(plan, cos, sin, rotation.spec.interleaved)
+    return rotation
 
 
 def _check_doubled(plan: Plan, cos: Operand, sin: Operand, interleaved: bool) -> None:
@@ -109,37 +109,37 @@ def shared_constants(x: Operand, cos: Operand, rows: TableRows, spec: Spec) -> d
 
 @triton.jit
 def load_pairs(
-    row, present, at, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    row, present, pair, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """Both channels ``[T, H, P]`` of each pair of the rows ``[T, H, 1]`` that are ``present``."""
     if INTERLEAVED:
         # One wide load: both channels of a pair are in the same thread.
-        both = tl.arange(0, 2 * at.shape[2])[None, None, :]
+        both = tl.arange(0, 2 * pair.shape[2])[None, None, :]
         x = tl.load(row + FIRST + both, mask=present & (both < 2 * PAIRS), other=0)
-        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], at.shape[2], 2)))
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], pair.shape[2], 2)))
     else:
-        mask = present & (at < PAIRS)
-        a = tl.load(row + FIRST + at, mask=mask, other=0)
-        b = tl.load(row + FIRST + PAIRS + at, mask=mask, other=0)
+        mask = present & (pair < PAIRS)
+        a = tl.load(row + FIRST + pair, mask=mask, other=0)
+        b = tl.load(row + FIRST + PAIRS + pair, mask=mask, other=0)
     # A conversion waits for its load, so both loads are issued first.
     return a.to(WIDE), b.to(WIDE)
 
 
 @triton.jit
 def store_pairs(
-    row, present, at, a, b, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+    row, present, pair, a, b, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
     """The counterpart of :func:`load_pairs`."""
     element: tl.constexpr = row.dtype.element_ty
     if INTERLEAVED:
-        both = tl.arange(0, 2 * at.shape[2])[None, None, :]
-        x = tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * at.shape[2])).to(element)
+        both = tl.arange(0, 2 * pair.shape[2])[None, None, :]
+        x = tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * pair.shape[2])).to(element)
         tl.store(row + FIRST + both, x, mask=present & (both < 2 * PAIRS))
     else:
-        mask = present & (at < PAIRS)
-        tl.store(row + FIRST + at, a.to(element), mask=mask)
-        tl.store(row + FIRST + PAIRS + at, b.to(element), mask=mask)
+        mask = present & (pair < PAIRS)
+        tl.store(row + FIRST + pair, a.to(element), mask=mask)
+        tl.store(row + FIRST + PAIRS + pair, b.to(element), mask=mask)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def rotated(p, q, c, s):
 
 @triton.jit
 def load_tables(
-    table, b, t, alive, at, in_pairs,
+    table, b, t, alive, pair, in_pairs,
     COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
@@ -176,7 +176,7 @@ def load_tables(
         alive &= inside
     else:
         tl.device_assert(inside, "position outside the table")
-    where = b * table_b + row[:, None, None] * table_t + at * COLUMN
+    where = b * table_b + row[:, None, None] * table_t + pair * COLUMN
     mask = alive[:, None, None] & in_pairs
     c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
     s = tl.load(sin + where, mask=mask, other=0).to(WIDE)

@@ -74,8 +74,8 @@ def _tile(x: Operand, turned: bool, backward: bool) -> tuple[int, int]:
     channels, warps = (1024, 4) if backward else (1024, 2)
     if turned and not backward:
         channels, warps = 512, 2 if x.dtype == torch.float32 else 1
-    most = max(1, channels // int(triton.next_power_of_2(x.shape[3])))
-    return min(most, int(triton.next_power_of_2(x.shape[1]))), warps
+    limit = max(1, channels // int(triton.next_power_of_2(x.shape[3])))
+    return min(limit, int(triton.next_power_of_2(x.shape[1]))), warps
 
 
 def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) -> None:
@@ -86,7 +86,7 @@ def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) ->
     phases = None if call.delta is None else _phases_in(plan, call.delta, x)
     turned = phases is not None
     block, warps = _tile(x, turned, backward)
-    given = cos if phases is None else phases, cos, sin
+    tables = cos if phases is None else phases, cos, sin
     places: Any = tensors[0] if rows.positions is None else rows.positions
     numbers = *strides(*strided), *table_numbers(cos, rows), batch, length
     constants = {
@@ -102,7 +102,7 @@ def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) ->
     }
     programs = tensors[3].shape[0] if backward else batch * length
     grid = programs, triton.cdiv(heads, block)
-    arguments = *tensors, *given, places, START, *numbers
+    arguments = *tensors, *tables, places, START, *numbers
     plan.launch(kernel, grid, arguments, constants, num_warps=warps)
 
 
@@ -110,8 +110,8 @@ def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) ->
 def _phases(delta, phases, delta_h, delta_d, width, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = i < count
-    at = delta + i // width * delta_h + i % width * delta_d
-    angle = tl.load(at, mask=present, other=0).to(tl.float64)
+    place = delta + i // width * delta_h + i % width * delta_d
+    angle = tl.load(place, mask=present, other=0).to(tl.float64)
     element: tl.constexpr = phases.dtype.element_ty
     tl.store(phases + i, tl.cos(angle).to(element), mask=present)
     tl.store(phases + count + i, tl.sin(angle).to(element), mask=present)
@@ -119,12 +119,12 @@ def _phases(delta, phases, delta_h, delta_d, width, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turned(
-    c, s, phases, h, at, mask,
+    c, s, phases, h, channel, mask,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Cosines and sines at angles that are larger by the phases of heads ``h``."""
     if TURNED:
-        where = phases + h[None, :, None] * WIDTH + at
+        where = phases + h[None, :, None] * WIDTH + channel
         pc = tl.load(where, mask=mask, other=0).to(WIDE)
         ps = tl.load(where + HEADS * WIDTH, mask=mask, other=0).to(WIDE)
         return tl.fma(c, pc, negative(s * ps)), tl.fma(s, pc, c * ps)
@@ -193,17 +193,17 @@ def _forward(
     b = (program % batch).to(INDEX)
     t = (program // batch).to(INDEX) + tl.arange(0, 1)
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(INDEX)
-    at = tl.arange(0, BLOCK_D)[None, None, :]
-    present = (h < HEADS)[None, :, None] & (at < WIDTH)
+    channel = tl.arange(0, BLOCK_D)[None, None, :]
+    present = (h < HEADS)[None, :, None] & (channel < WIDTH)
     x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    v = tl.load(x + x_at + at, mask=present, other=0).to(tl.float32)
+    v = tl.load(x + x_at + channel, mask=present, other=0).to(tl.float32)
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     c, s, _ = load_tables(
-        table, b, t, t < length, at, at < WIDTH, 1, HAS_POSITIONS, ADVANCES, False, WIDE
+        table, b, t, t < length, channel, channel < WIDTH, 1, HAS_POSITIONS, ADVANCES, False, WIDE
     )
-    c, s = _turned(c, s, phases, h, at, present, HEADS, WIDTH, TURNED, WIDE)
+    c, s = _turned(c, s, phases, h, channel, present, HEADS, WIDTH, TURNED, WIDE)
     size = softplus(v, decay_of(v, WIDE))
-    to = y + (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None] + at
+    to = y + (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None] + channel
     element: tl.constexpr = y.dtype.element_ty
     tl.store(to, (size * c).to(element), mask=present)
     tl.store(to + WIDTH, (size * s).to(element), mask=present)
@@ -220,8 +220,8 @@ def _backward(
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(INDEX)
-    at = tl.arange(0, BLOCK_D)[None, None, :]
-    present = (h < HEADS)[None, :, None] & (at < WIDTH)
+    channel = tl.arange(0, BLOCK_D)[None, None, :]
+    present = (h < HEADS)[None, :, None] & (channel < WIDTH)
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     total = tl.zeros((1, BLOCK_H, BLOCK_D), tl.float64)
     # A program takes every `programs`-th token, so that neighbours read neighbouring memory.
@@ -229,20 +229,21 @@ def _backward(
         b = (token % batch).to(INDEX)
         t = (token // batch).to(INDEX) + tl.arange(0, 1)
         c, s, _ = load_tables(
-            table, b, t, t < length, at, at < WIDTH, 1, HAS_POSITIONS, ADVANCES, False, WIDE
-        )
-        c, s = _turned(c, s, phases, h, at, present, HEADS, WIDTH, TURNED, WIDE)
+            table, b, t, t < length, channel, channel < WIDTH, 1, HAS_POSITIONS, ADVANCES, False,
+            WIDE,
+        )  # fmt: skip
+        c, s = _turned(c, s, phases, h, channel, present, HEADS, WIDTH, TURNED, WIDE)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        v = tl.load(x + x_at + at, mask=present, other=0).to(tl.float32)
-        g_at = g + (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None] + at
+        v = tl.load(x + x_at + channel, mask=present, other=0).to(tl.float32)
+        g_at = g + (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None] + channel
         p = tl.load(g_at, mask=present, other=0).to(WIDE)
         q = tl.load(g_at + WIDTH, mask=present, other=0).to(WIDE)
         decay = decay_of(v, WIDE)
         back = softplus_slope(v, decay) * tl.fma(p, c, q * s)
-        to = dx + (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None] + at
+        to = dx + (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None] + channel
         tl.store(to, back.to(dx.dtype.element_ty), mask=present)
         if TURNED:
             total += (softplus(v, decay) * tl.fma(q, c, negative(p * s))).to(tl.float64)
     if TURNED:
-        mine = shares + (program * HEADS + h[None, :, None]) * WIDTH + at
+        mine = shares + (program * HEADS + h[None, :, None]) * WIDTH + channel
         tl.store(mine, total, mask=present)

@@ -102,19 +102,19 @@ def tile(
     """
     batch, q_heads, length, _ = q.shape
     width = int(triton.next_power_of_2(pairs))
-    most = int(triton.next_power_of_2(max(q_heads, k_heads)))
+    all_heads = int(triton.next_power_of_2(max(q_heads, k_heads)))
     if length > 1 and (q_heads == 1 or q.stride(1) > q.stride(2)):
         # The tokens of a head are neighbours in memory: one step takes many tokens, and few heads.
         tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
-    heads = min(most, max(1, 512 // width))
+    heads = min(all_heads, max(1, 512 // width))
     if batch * length <= 256:
         return heads, 1, 4 if rounded else 8, True
     if batch * length <= SHORT:
         if rounded and batch * length > 512:
-            return min(most, 4 * heads), 1, 4, True
+            return min(all_heads, 4 * heads), 1, 4, True
         many = rounded or (not interleaved and q.element_size() == 2)
-        return min(most, 2 * heads), 1, 8 if many else 4, True
+        return min(all_heads, 2 * heads), 1, 8 if many else 4, True
     if batch * length < 16384:
         # In a short call, loads in flight at once gain more than heads that share tables.
         return heads, 1, 2 if rounded and not interleaved else 4, True
@@ -123,7 +123,7 @@ def tile(
 
 @triton.jit
 def _load_block(
-    x, block, b, t, alive, at,
+    x, block, b, t, alive, pair,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, IN: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -132,12 +132,12 @@ def _load_block(
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     present = alive[:, None, None] & (h < HEADS)[None, :, None]
     x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    return load_pairs(source + x_at, present, at, FIRST, PAIRS, IN, WIDE)
+    return load_pairs(source + x_at, present, pair, FIRST, PAIRS, IN, WIDE)
 
 
 @triton.jit
 def _store_block(
-    p, q, c, s, x, y, block, b, t, alive, at,
+    p, q, c, s, x, y, block, b, t, alive, pair,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def _store_block(
     present = alive[:, None, None] & (h < HEADS)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
     p, q = rotated(p, q, c, s)
-    store_pairs(target + y_at, present, at, p, q, FIRST, PAIRS, OUT)
+    store_pairs(target + y_at, present, pair, p, q, FIRST, PAIRS, OUT)
     if REST > 0:
         # The channels that are not rotated are all after the pairs, or all before them.
         other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
@@ -160,7 +160,7 @@ def _store_block(
 
 @triton.jit
 def _rotate_block(
-    x, y, block, table, b, t, alive, at,
+    x, y, block, table, b, t, alive, pair,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr,
@@ -168,12 +168,13 @@ def _rotate_block(
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Rotate one block of heads, whose loads are issued before those of the tables."""
-    p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
+    p, q = _load_block(x, block, b, t, alive, pair, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
     c, s, inside = load_tables(
-        table, b, t, alive, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE
-    )
+        table, b, t, alive, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+        LATE,
+    )  # fmt: skip
     _store_block(
-        p, q, c, s, x, y, block, b, t, alive, at,
+        p, q, c, s, x, y, block, b, t, alive, pair,
         HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
     )  # fmt: skip
     if LATE:
@@ -182,16 +183,16 @@ def _rotate_block(
 
 @triton.jit
 def _rotate_heads(
-    x, y, c, s, b, t, alive, at,
+    x, y, c, s, b, t, alive, pair,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Rotate all heads of a token, which share its table row."""
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
-        p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
+        p, q = _load_block(x, block, b, t, alive, pair, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
         _store_block(
-            p, q, c, s, x, y, block, b, t, alive, at,
+            p, q, c, s, x, y, block, b, t, alive, pair,
             HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
         )  # fmt: skip
 
@@ -225,7 +226,7 @@ def _rotate(
     b = b.to(INDEX)
     t = step.to(INDEX) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = t < length
-    at = tl.arange(0, BLOCK_P)[None, None, :]
+    pair = tl.arange(0, BLOCK_P)[None, None, :]
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     q_in, q_to = (q, q_b, q_h, q_t), (q_out, qo_b, qo_h, qo_t)
     k_in, k_to = (k, k_b, k_h, k_t), (k_out, ko_b, ko_h, ko_t)
@@ -234,25 +235,26 @@ def _rotate(
         q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
         if block < q_blocks:
             _rotate_block(
-                q_in, q_to, block, table, b, t, alive, at, Q_HEADS, PAIRS, FIRST, REST,
+                q_in, q_to, block, table, b, t, alive, pair, Q_HEADS, PAIRS, FIRST, REST,
                 COLUMN, HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE,
                 BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         else:
             _rotate_block(
-                k_in, k_to, block - q_blocks, table, b, t, alive, at, K_HEADS, PAIRS, FIRST, REST,
+                k_in, k_to, block - q_blocks, table, b, t, alive, pair, K_HEADS, PAIRS, FIRST, REST,
                 COLUMN, HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE,
                 BLOCK_REST, BLOCK_H,
             )  # fmt: skip
     else:
         c, s, _ = load_tables(
-            table, b, t, alive, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
-        )
+            table, b, t, alive, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED,
+            WIDE,
+        )  # fmt: skip
         _rotate_heads(
-            q_in, q_to, c, s, b, t, alive, at,
+            q_in, q_to, c, s, b, t, alive, pair,
             Q_HEADS, PAIRS, FIRST, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
         )  # fmt: skip
         _rotate_heads(
-            k_in, k_to, c, s, b, t, alive, at,
+            k_in, k_to, c, s, b, t, alive, pair,
             K_HEADS, PAIRS, FIRST, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
         )  # fmt: skip
