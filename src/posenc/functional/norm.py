@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc import ops
 from posenc._contract import checks
 from posenc.functional._positions import run_kernel
-from posenc.functional.rotary import check_arguments, layout_of, swap_heads
+from posenc.functional.rotary import check_arguments, native_arguments, swap_heads
 from posenc.ops.rotation.rotation import norm_rotate_qk_op
 
 
@@ -68,23 +68,24 @@ def qk_norm_rope(
     References:
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
-    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(q, *options)) >= 0 and is_norm(eps, zero_centered):
-        tensors = q, k, q_weight, k_weight, cos, sin, position_ids
-        numbers = offset, layout, eps, 1.0 if zero_centered else 0.0
-        rotated = norm_rotate_qk_op.try_native(*tensors, *numbers)
+    arguments = native_arguments(
+        q, cos, sin, offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    )
+    if arguments is not None and is_norm(eps, zero_centered):
+        norm = eps, 1.0 if zero_centered else 0.0
+        rotated = norm_rotate_qk_op.try_native(q, k, q_weight, k_weight, *arguments, *norm)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     who = "qk_norm_rope"
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     limit, (q, k), cos, sin, rows, spec = check_arguments(who, "qk", [q, k], cos, sin, *options)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         check_weight(who, name, weight, x)
-    norm = ops.Norm(eps, shift)
-    both = run_kernel(
-        who, limit, ops.norm_rotate_qk, q, k, q_weight, k_weight, cos, sin, rows, spec, norm
-    )
+    kernel, weights = ops.norm_rotate_qk, (q_weight, k_weight)
+    tables = cos, sin, rows, spec
+    both = run_kernel(who, limit, kernel, q, k, *weights, *tables, ops.Norm(eps, shift))
     normed_q, normed_k = swap_heads(list(both), seq_dim)
     return normed_q, normed_k
 

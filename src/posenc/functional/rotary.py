@@ -22,7 +22,7 @@ from posenc.ops.rotation.rotation import (
     rotate_qk_in_place_op,
     rotate_qk_op,
 )
-from posenc.ops.rotation.spec import INTERLEAVED, INTERLEAVED_OUT, TOKENS_FIRST
+from posenc.ops.rotation.spec import INTERLEAVED, INTERLEAVED_OUT, ROTATE_LAST, TOKENS_FIRST
 
 
 def rotary_pos_embedding(
@@ -110,11 +110,14 @@ def rotate(
         >>> rotate(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])).flatten()
         tensor([0., 1., 5.])
     """
-    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(x, *options)) >= 0:
-        rotated = rotate_op.try_native(x, cos, sin, position_ids, offset, layout)
+    arguments = native_arguments(
+        x, cos, sin, offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    )
+    if arguments is not None:
+        rotated = rotate_op.try_native(x, *arguments)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     return _rotate("rotate", "x", [x], cos, sin, *options)[0]
 
 
@@ -139,11 +142,14 @@ def rotate_qk(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(q, *options)) >= 0:
-        rotated = rotate_qk_op.try_native(q, k, cos, sin, position_ids, offset, layout)
+    arguments = native_arguments(
+        q, cos, sin, offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    )
+    if arguments is not None:
+        rotated = rotate_qk_op.try_native(q, k, *arguments)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
+    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, *options)
     return a, b
 
@@ -171,9 +177,11 @@ def rotate_(
         >>> x.flatten()
         tensor([0., 1.])
     """
-    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    layout = layout_of(x, *options)
-    if layout < 0 or not rotate_in_place_op.try_native(x, cos, sin, position_ids, offset, layout):
+    arguments = native_arguments(
+        x, cos, sin, offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    )
+    if arguments is None or not rotate_in_place_op.try_native(x, *arguments):
+        options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
         _rotate("rotate_", "x", [x], cos, sin, *options, in_place=True)
     return x
 
@@ -199,49 +207,65 @@ def rotate_qk_(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    arguments = q, k, cos, sin, position_ids, offset
-    layout = layout_of(q, *options)
-    if layout < 0 or not rotate_qk_in_place_op.try_native(*arguments, layout):
+    arguments = native_arguments(
+        q, cos, sin, offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    )
+    if arguments is None or not rotate_qk_in_place_op.try_native(q, k, *arguments):
+        options = offset, position_ids, seq_dim, interleaved, interleaved_out, last
         _rotate("rotate_qk_", "qk", [q, k], cos, sin, *options, in_place=True)
     return q, k
 
 
-def has_each_position(position_ids: Any, x: Any, seq_dim: int) -> bool:
-    """Whether there is a position for each token of ``x``, ``(B, H, L, D)`` or ``(T, H, D)``.
+def native_rows(
+    x: Any, offset: Any, position_ids: Any, seq_dim: int
+) -> tuple[Tensor | None, int] | None:
+    """The positions and the start of an op, if native code takes these as they are, or None.
 
-    From one for each sequence, native code would count on.
+    ``x`` is ``(B, H, L, D)``, or tokens ``(T, H, D)``. There must be a position for each token:
+    from one for each sequence, which an offset is, native code counts on.
     """
+    if position_ids is None:
+        if type(offset) is int:
+            return None, offset
+        by_sequence = isinstance(offset, Tensor) and isinstance(x, Tensor) and x.dim() == 4
+        if by_sequence and offset.shape == x.shape[:1] and offset.device == x.device:
+            return offset[:, None], 0
+        return None
     try:
-        length: int = x.shape[seq_dim if len(x.shape) == 4 else 0]
-        return length == position_ids.shape[-1]  # type: ignore[no-any-return]
+        length = x.shape[seq_dim if len(x.shape) == 4 else 0]
+        is_each = type(offset) is int and not offset and length == position_ids.shape[-1]
     except (AttributeError, IndexError):
-        return False
+        return None
+    return (position_ids, 0) if is_each else None
 
 
-def layout_of(
+def native_arguments(
     x: Any,
+    cos: Any,
+    sin: Any,
     offset: Any,
     position_ids: Any,
     seq_dim: Any,
     interleaved: Any,
     interleaved_out: Any,
     last: Any,
-) -> int:
-    """The layout for native code, which takes rows and tensors as they are; -1 if it cannot."""
-    if type(offset) is not int or last is not False:
-        return -1
+) -> tuple[Any, ...] | None:
+    """Tables, rows and layout of an op, if native code takes these as they are, or None."""
     out = interleaved if interleaved_out is None else interleaved_out
-    if type(interleaved) is not bool or type(out) is not bool:
-        return -1
-    layout = INTERLEAVED * interleaved + INTERLEAVED_OUT * out
-    if type(seq_dim) is not int:
-        return -1
-    if position_ids is not None and (offset or not has_each_position(position_ids, x, seq_dim)):
-        return -1
-    if seq_dim == -2:
-        return layout
-    return layout + TOKENS_FIRST if seq_dim in (1, -3) else -1
+    if not (type(interleaved) is type(out) is type(last) is bool and type(seq_dim) is int):
+        return None
+    # Decoding passes an int at every call: skip a function.
+    if type(offset) is not int or position_ids is not None:
+        rows = native_rows(x, offset, position_ids, seq_dim)
+        if rows is None:
+            return None
+        position_ids, offset = rows
+    layout = INTERLEAVED * interleaved + INTERLEAVED_OUT * out + ROTATE_LAST * last
+    if seq_dim not in (-2, 2):
+        if seq_dim not in (1, -3):
+            return None
+        layout += TOKENS_FIRST
+    return cos, sin, position_ids, offset, layout
 
 
 def _rotate(
@@ -318,21 +342,6 @@ def check_heads(
     who: str, names: str, xs: list[Tensor], head_dim: int | None = None, seq_dim: int = -2
 ) -> None:
     """Check that ``xs``, one tensor or q and k, are floating, ``(B, H, L, D)``, and agree."""
-    q, k = xs[0], xs[-1]
-    # One expression, because decoding evaluates it at every token.
-    if (
-        isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and q.dtype in checks.FLOAT_DTYPES
-        and k.dtype in checks.FLOAT_DTYPES
-        and not (q.is_nested or k.is_nested)
-        and len(a := q.shape) == len(b := k.shape) == 4
-        and (a[3] == b[3] if head_dim is None else a[3] == head_dim == b[3])
-        and a[0] == b[0]
-        and a[seq_dim] == b[seq_dim]
-        and q.device == k.device
-    ):
-        return
     for name, x in zip(names, xs, strict=True):
         axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
         positions = isinstance(x, Tensor) and x.dtype in checks.INT_DTYPES and x.dim() < 4
@@ -345,6 +354,10 @@ def check_heads(
         if head_dim is not None:
             hint = f"Build {who.partition('.')[0]} with that head_dim."
             checks.equal(who, f"head_dim of {name}", x.shape[3], head_dim, hint)
+    q, k = xs[0], xs[-1]
+    is_alike = q.shape[0] == k.shape[0] and q.shape[seq_dim] == k.shape[seq_dim]
+    if is_alike and q.shape[3] == k.shape[3] and q.device == k.device:
+        return
     rule = "q and k must agree in batch, length, head_dim and device"
     got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
     hint = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."

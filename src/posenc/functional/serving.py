@@ -15,7 +15,7 @@ from posenc._contract.position_checks import Limit
 from posenc._contract.tracing import is_plain
 from posenc.functional._positions import run_kernel
 from posenc.functional.norm import check_weight, is_norm
-from posenc.functional.rotary import check_arguments, layout_of, swap_heads
+from posenc.functional.rotary import check_arguments, native_arguments, swap_heads
 from posenc.ops import LARGEST, CacheTarget, CacheWrite, Norm, SlotOutOfRange, Spec, TableRows
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.rotation.spec import PAGES_OF_TOKENS
@@ -135,13 +135,13 @@ def rotate_and_cache(
         cache_layout,
     )
     who, caches = "rotate_and_cache", (k_cache, v_cache)
-    layout = layout_of(q, offset, position_ids, seq_dim, interleaved, interleaved_out, last)
-    where = slot_mapping, position_ids, offset, layout
-    rotated = try_native_cache((q, k, v), (cos, sin), caches, *where, options)
+    pairs = interleaved, interleaved_out, last
+    arguments = native_arguments(q, cos, sin, offset, position_ids, seq_dim, *pairs)
+    rotated = try_native_cache((q, k, v), arguments, caches, slot_mapping, options)
     if rotated is not None:
         return rotated
     (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, seq_dim)
-    rotation = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    rotation = offset, position_ids, seq_dim, *pairs
     checked = check_arguments(who, "qk", [q, k], cos, sin, *rotation)
     limit, (q, k), cos, sin, rows, spec = checked
     (v,) = swap_heads([v], seq_dim)
@@ -152,17 +152,17 @@ def rotate_and_cache(
 
 def try_native_cache(
     qkv: tuple[Any, Any, Any],
-    tables: tuple[Any, Any],
+    arguments: tuple[Any, ...] | None,
     caches: tuple[Any, Any],
     slots: Any,
-    position_ids: Any,
-    offset: Any,
-    layout: int,
     options: CacheOptions,
 ) -> Tensor | None:
-    """The rotated queries if native code takes all arguments as they are, or None."""
+    """The rotated queries if native code takes all arguments as they are, or None.
+
+    ``arguments`` are those of the rotation, by :func:`native_arguments`.
+    """
     q_weight, k_weight, eps, zero_centered, *scales, cache_layout = options
-    if layout < 0 or not is_norm(eps, zero_centered) or cache_layout not in ("NHD", "HND"):
+    if arguments is None or not is_norm(eps, zero_centered) or cache_layout not in ("NHD", "HND"):
         return None
     k_scale, v_scale, k_scale_cache, v_scale_cache = scales
     if all(scale is None for scale in scales):
@@ -176,11 +176,13 @@ def try_native_cache(
     else:
         k_scale = _scale_tensor(k_scale, qkv[0]) if type(k_scale) is float else k_scale
         v_scale = _scale_tensor(v_scale, qkv[0]) if type(v_scale) is float else v_scale
+    *rotation, layout = arguments
     layout += PAGES_OF_TOKENS if cache_layout == "NHD" else 0
-    read = slots, q_weight, k_weight, k_scale, v_scale
-    numbers = offset, layout, eps, 1.0 if zero_centered else 0.0
-    tensors = *qkv, *caches, k_scale_cache, v_scale_cache, *read, *tables, position_ids
-    result: Tensor | None = rotate_and_cache_op.try_native(*tensors, *numbers)
+    written, read = (*caches, k_scale_cache, v_scale_cache), (slots, q_weight, k_weight)
+    numbers = layout, eps, 1.0 if zero_centered else 0.0
+    result: Tensor | None = rotate_and_cache_op.try_native(
+        *qkv, *written, *read, k_scale, v_scale, *rotation, *numbers
+    )
     return result
 
 

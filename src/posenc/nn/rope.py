@@ -13,7 +13,7 @@ from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
 from posenc.functional._positions import offset_by_position
-from posenc.functional.rotary import check_heads, has_each_position, swap_heads
+from posenc.functional.rotary import check_heads, native_rows, swap_heads
 from posenc.functional.serving import (
     CacheOptions,
     as_batch,
@@ -34,7 +34,7 @@ from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
 from posenc.ops import Spec, TableRows
-from posenc.ops.rotation.rotation import rotate_qk_in_place_op, rotate_qk_op
+from posenc.ops.rotation.rotation import rotate_op, rotate_qk_in_place_op, rotate_qk_op
 from posenc.ops.rotation.spec import TOKENS_FIRST, WIDTH
 
 
@@ -200,9 +200,9 @@ class RoPE(RotatedKeys):
                 offset = given[0]
             else:
                 offset = offset_by_position(type(self).__name__, given, offset, q, self.seq_dim)
-        tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
-        if tables is not None:
-            rotated = rotate_qk_op.try_native(q, k, *tables, position_ids, offset, self._layout)
+        arguments = self._native_arguments(q, offset, position_ids, seq_len)
+        if arguments is not None:
+            rotated = rotate_qk_op.try_native(q, k, *arguments)
             if rotated is not None:
                 return rotated  # type: ignore[no-any-return]
         who = type(self).__name__
@@ -228,13 +228,10 @@ class RoPE(RotatedKeys):
             >>> torch.equal(q, expected[0])
             True
         """
-        tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
-        if tables is not None:
-            arguments = q, k, *tables, position_ids, offset, self._layout
-            if rotate_qk_in_place_op.try_native(*arguments):
-                return q, k
-        where = offset, position_ids, seq_len
-        self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
+        arguments = self._native_arguments(q, offset, position_ids, seq_len)
+        if arguments is None or not rotate_qk_in_place_op.try_native(q, k, *arguments):
+            where = offset, position_ids, seq_len
+            self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
         return q, k
 
     def rotate_queries_with_cached_keys(
@@ -327,11 +324,10 @@ class RoPE(RotatedKeys):
             cache_layout,
         )
         who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
-        tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
+        arguments = self._native_arguments(q, offset, position_ids, seq_len)
         # Tokens of several sequences need positions.
-        if tables is not None and (position_ids is not None or q.dim() == 4):
-            where = slot_mapping, position_ids, offset, self._layout
-            rotated = try_native_cache((q, k, v), tables, caches, *where, options)
+        if arguments is not None and (position_ids is not None or q.dim() == 4):
+            rotated = try_native_cache((q, k, v), arguments, caches, slot_mapping, options)
             if rotated is not None:
                 return rotated
         (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, self.seq_dim)
@@ -357,6 +353,11 @@ class RoPE(RotatedKeys):
         seq_len: int | Tensor | None = None,
     ) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
+        arguments = self._native_arguments(x, offset, position_ids, seq_len)
+        if arguments is not None:
+            rotated = rotate_op.try_native(x, *arguments)
+            if rotated is not None:
+                return rotated  # type: ignore[no-any-return]
         who = f"{type(self).__name__}.rotate"
         return self._rotate(who, "x", [x], offset, position_ids, seq_len)[0]
 
@@ -379,14 +380,25 @@ class RoPE(RotatedKeys):
         who = f"{type(self).__name__}.unrotate"
         return self._rotate(who, "x", [x], offset, position_ids, seq_len, inverse=True)[0]
 
-    def _tables_for(self, x: Any, offset: Any, position_ids: Any) -> Any:
-        """The tables of a call that an op may take as it is, or None."""
-        if self._is_special or type(offset) is not int or torch.compiler.is_compiling():
+    def _native_arguments(
+        self, x: Any, offset: Any, position_ids: Any, seq_len: Any
+    ) -> tuple[Any, ...] | None:
+        """What an op takes besides its tensors, if it may take this call as it is, or None."""
+        if self._is_special or seq_len is not None or not isinstance(x, Tensor):
             return None
-        has_ids = position_ids is not None
-        if has_ids and (offset or not has_each_position(position_ids, x, self.seq_dim)):
+        if torch.compiler.is_compiling():
             return None
-        return self._tables.existing(x, has_ids) if isinstance(x, Tensor) else None
+        # Decoding passes an int at every call: skip a function.
+        if type(offset) is not int or position_ids is not None:
+            rows = native_rows(x, offset, position_ids, self.seq_dim)
+            if rows is None:
+                return None
+            position_ids, offset = rows
+        tables = self._tables.existing(x, position_ids is not None)
+        if tables is None:
+            return None
+        cos, sin = tables
+        return cos, sin, position_ids, offset, self._layout
 
     def _rotate(
         self,
