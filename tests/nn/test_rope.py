@@ -7,7 +7,10 @@ import torch
 
 import oracles
 from posenc import RoPE
+from posenc.functional import rotary as functional_rotary
 from posenc.functional import rotary_pos_embedding
+from posenc.nn import rope as nn_rope
+from posenc.ops import native
 from support.assertions import COMPILERS, compilations
 from support.rules import ALL, BY_LENGTH, LONG, assert_rotated_by
 
@@ -163,6 +166,46 @@ def test_in_place_is_the_same_rotation(size):
     with pytest.raises(ValueError, match=r"negative|below max_seq_len"):
         rope.forward_(q, k, position_ids=torch.tensor([0, -1, 2, 3, 64]))
     assert torch.equal(q, before)
+
+
+@pytest.mark.skipif(not native.available, reason="Python checks what it computes")
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"offset": 3},
+        {"offset": torch.tensor([3, 4])},
+        {"position_ids": torch.arange(5)},
+        {"position_ids": torch.arange(10).view(2, 5)},
+    ],
+    ids=["offset", "offsets", "ids", "ids-of-each"],
+)
+def test_an_ordinary_call_is_checked_once(monkeypatch, where, last):
+    """By the op: what checks in words, for users, is for calls that it refuses."""
+    rope, q, k = (
+        RoPE(8, 64, rotary_dim=4, last=last),
+        torch.randn(2, 3, 5, 8),
+        torch.ones(2, 1, 5, 8),
+    )
+    caches, slots = torch.zeros(2, 1, 10, 1, 8), torch.arange(10).view(2, 5)
+    cos, sin = rope.tables(torch.arange(64))
+    expected = rope(q, k, **where)
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("checked again")
+
+    for module in (functional_rotary, nn_rope):
+        monkeypatch.setattr(module, "check_heads", refuse)
+    for rotated in (
+        rope(q, k, **where),
+        rope.forward_(q.clone(), k.clone(), **where),
+        (rope.rotate(q, **where), rope.rotate(k, **where)),
+        functional_rotary.rotate_qk(q, k, cos, sin, last=last, **where),
+        (rope.rotate_and_cache(q, k, k, *caches, slots, **where), expected[1]),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(rotated, expected, strict=True))
+    with pytest.raises(AssertionError, match="checked again"):
+        rope(q, k[..., :4], **where)
 
 
 def test_tokens_may_come_before_heads():

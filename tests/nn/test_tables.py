@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import posenc
 from support.assertions import assert_rotated
@@ -212,6 +213,29 @@ def test_a_table_grows_when_positions_pass_its_end():
         rope.forward_(y, z, position_ids=torch.tensor([500, -1, 2]))
     assert torch.equal(y, x)
     assert rope.cos_cached.shape == before
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"offset": torch.tensor([1, 2])}, {"position_ids": torch.arange(20, 26)}],
+    ids=["first", "offsets", "ids"],
+)
+@pytest.mark.parametrize("learned", ["q", "k", "qk"])
+def test_a_table_may_grow_between_a_call_and_its_activation_checkpoint(learned, where):
+    """The second call must save tensors of the shapes that the first one saved."""
+    rope, x = posenc.RoPE(8, None), torch.randn(2, 2, 6, 8)
+    rope(x[:, :, :3], x[:, :, :3])
+    q, k = (x.clone().requires_grad_(name in learned) for name in "qk")
+    out = checkpoint(lambda q, k: torch.stack(rope(q, k, **where)), q, k, use_reentrant=False)
+    longer = torch.randn(1, 1, 90, 8)
+    rope(longer, longer)
+    out.sum().backward()
+    fixed = posenc.RoPE(8, 128)
+    for name, index, leaf in (("q", 0, q), ("k", 1, k)):
+        if name in learned:
+            again = x.clone().requires_grad_()
+            fixed(again, again, **where)[index].sum().backward()
+            assert torch.equal(leaf.grad, again.grad)
 
 
 def test_a_table_is_freed_with_the_last_module_that_reads_it():

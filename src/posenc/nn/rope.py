@@ -200,7 +200,7 @@ class RoPE(RotatedKeys):
                 offset = given[0]
             else:
                 offset = offset_by_position(type(self).__name__, given, offset, q, self.seq_dim)
-        arguments = self._native_arguments(q, offset, position_ids, seq_len)
+        arguments = self._native_arguments(q, k, offset, position_ids, seq_len)
         if arguments is not None:
             rotated = rotate_qk_op.try_native(q, k, *arguments)
             if rotated is not None:
@@ -228,7 +228,7 @@ class RoPE(RotatedKeys):
             >>> torch.equal(q, expected[0])
             True
         """
-        arguments = self._native_arguments(q, offset, position_ids, seq_len)
+        arguments = self._native_arguments(q, k, offset, position_ids, seq_len)
         if arguments is None or not rotate_qk_in_place_op.try_native(q, k, *arguments):
             where = offset, position_ids, seq_len
             self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
@@ -324,7 +324,7 @@ class RoPE(RotatedKeys):
             cache_layout,
         )
         who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
-        arguments = self._native_arguments(q, offset, position_ids, seq_len)
+        arguments = self._native_arguments(q, k, offset, position_ids, seq_len)
         # Tokens of several sequences need positions.
         if arguments is not None and (position_ids is not None or q.dim() == 4):
             rotated = try_native_cache((q, k, v), arguments, caches, slot_mapping, options)
@@ -353,7 +353,7 @@ class RoPE(RotatedKeys):
         seq_len: int | Tensor | None = None,
     ) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
-        arguments = self._native_arguments(x, offset, position_ids, seq_len)
+        arguments = self._native_arguments(x, x, offset, position_ids, seq_len)
         if arguments is not None:
             rotated = rotate_op.try_native(x, *arguments)
             if rotated is not None:
@@ -381,23 +381,31 @@ class RoPE(RotatedKeys):
         return self._rotate(who, "x", [x], offset, position_ids, seq_len, inverse=True)[0]
 
     def _native_arguments(
-        self, x: Any, offset: Any, position_ids: Any, seq_len: Any
+        self, q: Any, k: Any, offset: Any, position_ids: Any, seq_len: Any
     ) -> tuple[Any, ...] | None:
         """What an op takes besides its tensors, if it may take this call as it is, or None."""
-        if self._is_special or seq_len is not None or not isinstance(x, Tensor):
+        if self._is_special or seq_len is not None or not isinstance(q, Tensor):
             return None
         if torch.compiler.is_compiling():
             return None
         # Decoding passes an int at every call: skip a function.
         if type(offset) is not int or position_ids is not None:
-            rows = native_rows(x, offset, position_ids, self.seq_dim)
+            rows = native_rows(q, offset, position_ids, self.seq_dim)
             if rows is None:
                 return None
             position_ids, offset = rows
-        tables = self._tables.existing(x, position_ids is not None)
+        tables = self._tables.existing(q, position_ids is not None)
         if tables is None:
             return None
         cos, sin = tables
+        if self._tables.length is None and torch.is_grad_enabled():
+            # As by_tables does: only the rows of this call may be saved.
+            recorded = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k))
+            if recorded and (position_ids is not None or q.dim() != 4):
+                return None
+            if recorded:
+                end = offset + q.shape[self.seq_dim]
+                cos, sin = cos[:end], sin[:end]
         return cos, sin, position_ids, offset, self._layout
 
     def _rotate(
