@@ -1,5 +1,5 @@
 /* The arguments that all ops share, and the rules they must keep so that no kernel leaves a tensor's
- * memory. The words of a refusal are for a direct caller of an op: `posenc.functional` explains more. */
+ * memory. Nothing reads the words of a refusal: Python checks again what was refused, and says why. */
 typedef struct {
     View x[3]; /* queries, keys and values, or one tensor */
     int count; /* of those that are rotated */
