@@ -32,7 +32,11 @@ if not torch.cuda.is_available():
 
 import posenc
 from posenc.nn import _tables
-from support.interpreter import read_numbers_of_one_element, search_the_language_once
+from support.interpreter import (
+    leave_out_repetitions,
+    read_numbers_of_one_element,
+    search_the_language_once,
+)
 
 # Scripts that tests start in other folders import the same package.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -65,6 +69,7 @@ def is_pinned():
 
 def pytest_configure(config):
     search_the_language_once()
+    leave_out_repetitions()
     read_numbers_of_one_element()
     if not is_pinned():
         # Other releases deprecate what those that are pinned still call among themselves.
