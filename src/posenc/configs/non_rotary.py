@@ -214,7 +214,7 @@ def check_rotary(config: Config) -> None:
 
 def _is_typo(key: str, meant: str) -> bool:
     """Whether one letter within ``key`` is wrong, missing or too many, or two are swapped."""
-    if meant in key or key in meant:
+    if meant in key or key in meant or abs(len(key) - len(meant)) > 2:
         return False
     # A wrong letter leaves two unmatched, one in each word.
     alike = SequenceMatcher(None, key, meant).ratio()
