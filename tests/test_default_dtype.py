@@ -1,13 +1,11 @@
 """Numbers do not depend on the dtype that torch gives to tensors nobody gave one."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
 from support import every
+from support.processes import python
 
 DTYPES = ["bfloat16", "float64"]
 
@@ -16,8 +14,8 @@ DTYPES = ["bfloat16", "float64"]
 def made(tmp_path_factory):
     """What every module and function makes under each default dtype."""
     folder = tmp_path_factory.mktemp("made")
-    script = [every.__file__, str(folder), "float32", *DTYPES]
-    subprocess.run([sys.executable, *script], check=True, timeout=240)
+    code, log = python(every.__file__, str(folder), "float32", *DTYPES)
+    assert code == 0, log
     return {name: torch.load(folder / f"{name}.pt") for name in ("float32", *DTYPES)}
 
 

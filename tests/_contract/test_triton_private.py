@@ -1,15 +1,14 @@
 """Each private name of Triton that the library uses still does what it relies on."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 import torch
+
+from support.processes import python
 
 SOURCE = Path(__file__).parents[2] / "src" / "posenc"
 # Compiled in a process without the interpreter, for a GPU that need not be there.
@@ -44,13 +43,10 @@ assert made.asm["ttir"].count("tt.divisibility = 16") == 2
 
 
 def test_a_kernel_is_compiled_from_a_description_of_its_arguments(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    code, log = python(str(script), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert code == 0, log[-2000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

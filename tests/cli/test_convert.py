@@ -1,8 +1,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from typer.testing import CliRunner
 
 import posenc.cli
 from posenc.interop.checkpoints import Heads, permute
+from support.processes import python
 
 SIZES = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
 NAMES = {"layers.0.attn.q_proj.weight": "q", "layers.0.attn.k_proj.weight": "k"}
@@ -93,9 +92,8 @@ def test_a_signal_to_end_leaves_nothing_behind(run, number, ignored):
         "files.write_shard = end\n"
         "posenc.cli.main()"
     )
-    command = [sys.executable, "-c", script, "convert", "model", "-o", "out", "--to", "interleaved"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (0 if ignored else 130), done.stderr
+    code, log = python("-c", script, "convert", "model", "-o", "out", "--to", "interleaved")
+    assert code == (0 if ignored else 130), log
     assert sorted(os.listdir()) == (["model", "out"] if ignored else ["model"])
 
 

@@ -1,25 +1,18 @@
 """The interpreter runs what Triton's compiler would refuse; so the compiler is asked too."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from support.processes import python
 
 
 def compiled(folder, cases):
     """Compile the kernels of the cases for a GPU that is not here, and return their names."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder)
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     script = Path(__file__).parent / "compile_launches_for_hopper.py"
-    command = [sys.executable, str(script), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {tuple(line.split(": ")) for line in done.stdout.splitlines()}
+    code, log = python(str(script), *cases, TRITON_CACHE_DIR=str(folder), limit=400)
+    assert code == 0, log[-2000:]
+    return {tuple(line.split(": ")) for line in log.splitlines()}
 
 
 ATTENTION = {"forward", "to_queries", "to_keys", "split", "combine"}
