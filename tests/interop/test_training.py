@@ -41,9 +41,12 @@ def test_every_parameter_gets_a_gradient(name):
     assert not grads or any(g.any() for g in grads)
 
 
-def test_ddp_and_fsdp2_train_as_one_process(tmp_path):
-    """Each as its own unit of FSDP2 and inside a block; float32, bfloat16 policy and model."""
-    assert_passed(run(2, "support.training:on_ranks", tmp_path))
+@pytest.mark.parametrize(
+    "job", ["on_ranks", pytest.param("in_every_dtype", marks=pytest.mark.slow)]
+)
+def test_ddp_and_fsdp2_train_as_one_process(tmp_path, job):
+    """Each as its own unit of FSDP2 or inside a block; float32, bfloat16 policy and model."""
+    assert_passed(run(2, f"support.training:{job}", tmp_path))
 
 
 @EACH

@@ -13,6 +13,9 @@ COMPILERS = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 
+# Options of Inductor. What vectors a CPU has it finds out by compiling for each, which takes 15 s.
+SCALARS = {"cpp.vec_isa_ok": False}
+
 
 def assert_within_ulps(got: Tensor, exact: Tensor, ulps: float, magnitude: Tensor) -> None:
     """``got`` is within ``ulps`` of ``exact``, spacings counted at ``magnitude``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -91,16 +92,27 @@ def under_fsdp2(name: str, *, own_unit: bool, policy: bool, cast: bool) -> None:
 
 
 def on_ranks(folder: Path) -> dict[str, str]:
-    """Every module with every dtype, as a unit of FSDP2 or in a block by turns."""
-    cases = {}
+    """Every module with DDP, and with FSDP2 in one dtype by turns, or in all if it keeps float32."""
+    return each(cases(by_turns=True))
+
+
+def in_every_dtype(folder: Path) -> dict[str, str]:
+    return each(cases(by_turns=False))
+
+
+def cases(*, by_turns: bool) -> dict[str, Callable[[], None]]:
+    """A module is a unit of FSDP2, or in a block, by turns."""
+    found = {}
     for i, name in enumerate(MODULES):
-        cases[f"{name}, DDP"] = partial(under_ddp, name)
+        found[f"{name}, DDP"] = partial(under_ddp, name)
         keeps = isinstance(MODULES[name].build(), KEEP_FLOAT32)
         for n, kind in enumerate(("float32", "bfloat16 policy", "bfloat16 model")):
+            if by_turns and not keeps and n != i % 3:
+                continue
             own_unit = (i + n) % 2 == 0 or (keeps and kind == "bfloat16 model")
             how = {"policy": kind == "bfloat16 policy", "cast": kind == "bfloat16 model"}
             where = "own unit" if own_unit else "in a block"
-            cases[f"{name}, FSDP2, {kind}, {where}"] = partial(
+            found[f"{name}, FSDP2, {kind}, {where}"] = partial(
                 under_fsdp2, name, own_unit=own_unit, **how
             )
-    return each(cases)
+    return found

@@ -14,6 +14,7 @@ from posenc.ops import native
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.rotation import rotate_qk_op
 from posenc.ops.rotation.spec import Spec, TableRows
+from support.assertions import SCALARS
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["interleaved", "half"])
@@ -126,7 +127,7 @@ def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
     cos, sin = tables(5, 4)
     x = torch.randn(2, 5, 3, 8).transpose(1, 2)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, options=SCALARS)
     def rotated(x):
         return ops.rotate([x], cos, sin, TableRows(), Spec())[0].contiguous() + 1
 
@@ -158,7 +159,7 @@ def test_compiled_calls_run_the_op_and_agree():
 def test_compiled_calls_write_in_place(grad):
     cos, sin = tables(4, 4)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, options=SCALARS)
     def rotated(x):
         y = x * 2
         ops.rotate_([y], cos, sin, TableRows(), Spec())
