@@ -98,6 +98,14 @@ def test_all_means_every_encoding(run, tmp_path, monkeypatch):
     assert len(COMPARED) < len(ENCODINGS) / 2
 
 
+@pytest.fixture
+def without_charts(monkeypatch):
+    """The page is written, and pictures are not drawn."""
+    monkeypatch.setattr("posenc.lab.comparison.report._pictures", lambda charts: [])
+    monkeypatch.setattr("posenc.cli.compare.save", lambda picture, path: None)
+
+
+@pytest.mark.usefixtures("without_charts")
 def test_ctrl_c_keeps_finished_trainings_and_resume_does_the_others(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     go = Run.go
@@ -155,6 +163,7 @@ def test_one_seed_is_printed_without_ranks(run, tmp_path):
     assert "--seeds 3 shows it" in done.stdout
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_finished_run_of_a_gpu_is_drawn_without_one(run, tmp_path):
     run(*TINY, "--encodings", "none", "-o", tmp_path)
     path = tmp_path / "results.json"

@@ -7,7 +7,7 @@ import oracles
 from posenc.functional import rotary_pos_embedding
 from posenc.nn import RotaryPosEmbedding, XPos
 from posenc.nn._tables import GROWTH_LIMIT
-from support.assertions import assert_rotated, assert_within_ulps
+from support.assertions import COMPILERS, assert_rotated, assert_within_ulps
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 
@@ -137,9 +137,10 @@ def test_bad_input_is_refused(call, error, text):
         call()
 
 
-def test_a_compiled_call_still_refuses_positions_outside_the_table():
+@COMPILERS
+def test_a_compiled_call_still_refuses_positions_outside_the_table(backend):
     rope = RotaryPosEmbedding(4, 8)
-    compiled = torch.compile(rope, fullgraph=True)
+    compiled = torch.compile(rope, fullgraph=True, backend=backend)
     compiled(torch.randn(3, 4), torch.tensor([0, 1, 2]))
     for bad in (-1, 8):
         # By the kernel, or by an assertion where Inductor wrote the rotation itself.

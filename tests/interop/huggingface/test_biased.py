@@ -422,7 +422,9 @@ def test_one_compiled_graph_serves_every_mask(family):
     expected = [model(**given).logits[real] for given, real in calls_of(model)]
     patch(model)
     compiled = torch.compile(model, backend=compiles, fullgraph=True)
-    assert_serves_every_mask(compiled, expected, model)
+    # The slow cases trace the gradient too.
+    with torch.set_grad_enabled(family != "t5"):
+        assert_serves_every_mask(compiled, expected, model)
     assert compiles.frame_count == 1
     assert "posenc.attend" in str(compiles.graphs[0].graph)
 

@@ -39,6 +39,12 @@ def page(results):
     return report.page(TINY, results)
 
 
+@pytest.fixture
+def without_charts(monkeypatch):
+    """Charts take longer than the words of the page."""
+    monkeypatch.setattr(report, "_pictures", lambda charts: [])
+
+
 def test_the_page_needs_no_other_file(page):
     """It is opened from a disk, without a network."""
     addresses = re.findall(r'(?:src|href|srcset|action|data)="([^"]*)"', page)
@@ -60,6 +66,7 @@ def test_the_page_has_every_number_and_the_command(results, page):
     assert "Not finished" not in text
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_run_that_is_not_finished_says_so(results):
     assert "Not finished" in report.page(TINY, {**results, "complete": False})
 
@@ -126,6 +133,7 @@ def test_charts_can_be_read_on_a_phone(page):
     assert min(shown) > 8
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_one_seed_is_not_ranked(results, page):
     """It has no spread, so a rank would be one of chance; and says what shows it."""
     assert "#1" not in page
@@ -140,6 +148,7 @@ def test_one_seed_is_not_ranked(results, page):
     assert "--seeds" not in page
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_a_measure_that_a_run_does_not_have_has_no_column(results, page):
     """Memory is counted on CUDA."""
     assert "MB" not in page
