@@ -83,7 +83,11 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _fresh_state():
     """Fixed seed, no tables yet, and NaN in fresh memory: an output nobody wrote cannot hide."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # The same of the CPU. For devices that are not there torch writes down where it was called.
+        torch.default_generator.manual_seed(0)
     # Tables that grew for a module of another test, if that is still alive.
     _tables._cache.clear()
     torch.use_deterministic_algorithms(True)

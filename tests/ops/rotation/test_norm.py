@@ -242,7 +242,7 @@ def test_every_instruction_set_of_c_is_exact(interleaved, all_heads):
 @NORMS
 @pytest.mark.parametrize("device", sorted({"cpu", GPU}))
 def test_the_gradient_can_be_differentiated_again_and_batched(device, all_heads):
-    x, weight, cos, sin = example(3, 8, all_heads, torch.float64, device)
+    x, weight, cos, sin = example(3, 8, all_heads, torch.float64, device, length=2)
 
     def normed(x, weight):
         return ops.norm_rotate(x, weight, cos, sin, TableRows(), Spec(), Norm(1e-6))
