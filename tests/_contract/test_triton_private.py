@@ -21,16 +21,27 @@ from posenc._contract import triton_private
 class Rows(NamedTuple):
     pointer: Any
     step: Any
+    hook: Any
+    absent: Any
+
+@triton.jit
+def twice(x):
+    return x * 2.0
 
 @triton.jit
 def kernel(x, rows, start, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    tl.store(x + start + i, tl.load(rows.pointer + i * rows.step))
+    if rows.absent is not None:
+        i += tl.load(rows.absent)
+    tl.store(x + start + i, rows.hook(tl.load(rows.pointer + i * rows.step)))
 
-signature = {"x": "*fp32", "rows": Rows("*fp32", "i32"), "start": "i32", "SIZE": "constexpr"}
+rows = Rows("*fp32", "i32", "constexpr", "constexpr")
+signature = {"x": "*fp32", "rows": rows, "start": "i32", "SIZE": "constexpr"}
 aligned = {(0,): [["tt.divisibility", 16]], (1, 0): [["tt.divisibility", 16]]}
 target, options = GPUTarget("cuda", 90, 32), {"num_warps": 2, "debug": True}
-made = triton_private.compile(kernel, signature, {(3,): 64}, aligned, target, options)
+constants = {(3,): 64, (1, 2): twice, (1, 3): None}
+made = triton_private.compile(kernel, signature, constants, aligned, target, options)
+assert "arith.mulf" in made.asm["ttir"]
 assert not triton_private.is_loaded(made)
 assert made.asm["ptx"].count(".param") >= 4
 found = made.metadata

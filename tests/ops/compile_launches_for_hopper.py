@@ -1,8 +1,12 @@
 """Compile the kernels of plans for an H100 without having one."""
 
+import importlib.util
 import re
 import sys
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -12,10 +16,11 @@ from posenc.ops.attention.biases import Call
 from posenc.ops.attention.op import attend_backward_op, attend_op
 from posenc.ops.attention.terms import terms_backward_op, terms_op
 from posenc.ops.cache.cache import rotate_and_cache_op
-from posenc.ops.plan import Launch
+from posenc.ops.plan import Constant, Launch
 from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op, rotate_qk_op
 from posenc.ops.rotation.spec import Norm, Spec, TableRows, flatten
-from support.plans import plan_for
+from support.flash import use_one_attention
+from support.plans import H200, plan_for
 
 
 def compile_plan(op, *call):
@@ -106,6 +111,56 @@ def products(width, *others):
         compile_plan(terms_op, *whole)
         results = terms_op.results(terms_op.call(*whole))
         compile_plan(terms_backward_op, q, None, *results, *whole)
+
+
+def one(kind, *words):
+    """All kernels of a bias by the one attention, which have few parameters."""
+    from posenc.ops.attention.triton.flash import backward, forward
+
+    use_one_attention(setattr, H200)
+    for kernel in vars(forward) | vars(backward):
+        function = getattr(forward, kernel, None) or getattr(backward, kernel)
+        assert len(getattr(function, "arg_names", ())) <= 24, kernel
+    globals()[kind](*words)
+
+
+HOOK = """
+import triton
+
+@triton.jit
+def add(scores):
+    return scores {change}
+
+@triton.jit
+def kernel(bias):
+    bias.hook(0.0)
+"""
+
+
+class Device(NamedTuple):
+    """A bias of one hook."""
+
+    hook: Any
+
+
+def hooks():
+    """A hook is part of the key of what is compiled: by its source, not by its name."""
+    from triton.compiler import ASTSource
+
+    found = set()
+    for number, change in enumerate(("+ 1.0", "* 3.0", "* 3.0")):
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "hook.py"
+            file.write_text(HOOK.format(change=change))
+            spec = importlib.util.spec_from_file_location(f"hook{number}", file)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            launch = Launch(module.kernel, (1, 1, 1), (Device(Constant(module.add)),), {}, {})
+            kernel, types, _, constants, _ = execute.request_of(launch)
+            source = ASTSource(kernel, dict(zip(("bias",), types, strict=True)), dict(constants))
+            found.add(source.hash())
+    assert len(found) == 2, found
+    print(f"{case}: add")
 
 
 def write(dtype, interleaved):

@@ -1,7 +1,8 @@
 """What the library needs of Triton beyond its language: to compile a kernel, load it and run it.
 
-Only this file uses names of Triton that its manual does not have; tests/_contract/test_triton.py
-tests each of them. Triton is imported when one of these is first called.
+Only this file uses names of Triton that its manual does not have;
+tests/_contract/test_triton_private.py tests each of them. Triton is imported when one of these is
+first called.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def load(compiled: Any) -> None:
 def run(compiled: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
     """Launch a kernel that is loaded, on the current stream; constants are among the arguments."""
     compiled[grid](*arguments)
+
+
+def interpreted(constant: Any) -> Any:
+    """A constant of an aggregate as the interpreter wants it: its kernels compute with numbers."""
+    import triton.language as tl
+
+    return tl.constexpr(constant) if isinstance(constant, (bool, int, float, str)) else constant
 
 
 class Loaded(NamedTuple):

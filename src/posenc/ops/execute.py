@@ -18,7 +18,17 @@ from torch import Tensor
 
 from posenc._contract import triton_private
 from posenc.ops import native
-from posenc.ops.plan import START, Copy, Launch, Operand, Plan, Step, Target, plan_of
+from posenc.ops.plan import (
+    START,
+    Constant,
+    Copy,
+    Launch,
+    Operand,
+    Plan,
+    Step,
+    Target,
+    plan_of,
+)
 
 # This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
@@ -93,17 +103,26 @@ def leaf_of(value: Any) -> Leaf:
     return Leaf("i32" if -(2**31) <= number < 2**31 else "i64", is_multiple, _NUMBER, number)
 
 
-def leaves(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Leaf]]:
-    """The leaves of a tuple of arguments, and their places."""
+def _parts(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """The parts of a tuple of arguments, and their places."""
     for i, part in enumerate(value):
-        if isinstance(part, tuple) and not isinstance(part, Step):
-            yield from leaves(part, (*path, i))
+        if isinstance(part, tuple) and not isinstance(part, (Step, Constant)):
+            yield from _parts(part, (*path, i))
         else:
-            yield (*path, i), leaf_of(part)
+            yield (*path, i), part
+
+
+def leaves(value: Any) -> Iterator[tuple[tuple[int, ...], Leaf]]:
+    """The leaves of a tuple of arguments that are passed when the kernel runs, and their places."""
+    for path, part in _parts(value):
+        if not isinstance(part, Constant):
+            yield path, leaf_of(part)
 
 
 def _type_of(value: Any) -> Any:
     """The type of an argument; that of a tuple is a tuple."""
+    if isinstance(value, Constant):
+        return "constexpr"
     if isinstance(value, tuple) and not isinstance(value, Step):
         parts = [_type_of(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -115,9 +134,12 @@ def request_of(launch: Launch) -> tuple[Any, ...]:
     kernel, names = launch.kernel, launch.kernel.arg_names
     types = tuple([_type_of(value) for value in launch.arguments])
     aligned = tuple([path for path, leaf in leaves(launch.arguments) if leaf.is_aligned])
-    constants = tuple([(names.index(name), value) for name, value in launch.constants.items()])
+    constants: list[tuple[tuple[int, ...], Any]]
+    constants = [((names.index(name),), value) for name, value in launch.constants.items()]
+    inside = _parts(launch.arguments)
+    constants += [(path, part.of) for path, part in inside if isinstance(part, Constant)]
     options = tuple(sorted({**OPTIONS, **launch.options}.items()))
-    return kernel, types, aligned, constants, options
+    return kernel, types, aligned, tuple(constants), options
 
 
 def compile_request(request: tuple[Any, ...], target: Any) -> Any:
@@ -127,8 +149,9 @@ def compile_request(request: tuple[Any, ...], target: Any) -> Any:
     signature: dict[str, Any] = dict.fromkeys(names, "constexpr")
     signature |= dict(zip(names, types, strict=False))
     attributes = dict.fromkeys(aligned, _ALIGNED)
-    fixed: dict[tuple[int, ...], Any] = {(place,): value for place, value in constants}
-    return triton_private.compile(kernel, signature, fixed, attributes, target, dict(options))
+    return triton_private.compile(
+        kernel, signature, dict(constants), attributes, target, dict(options)
+    )
 
 
 @functools.cache
@@ -195,6 +218,8 @@ def execute(plan: Plan, tensors: Sequence[Tensor | None], start: int) -> list[Te
             return start
         if isinstance(value, Step):
             return value.value
+        if isinstance(value, Constant):
+            return value.of if like.is_cuda else triton_private.interpreted(value.of)
         if isinstance(value, tuple):
             parts = [given(part) for part in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -119,6 +119,15 @@ class Step(NamedTuple):
     is_multiple: bool
 
 
+class Constant(NamedTuple):
+    """A part of an aggregate that a kernel is compiled for: a number, a device function, or None.
+
+    A None is something that the call does not have, and the kernel has no code for it.
+    """
+
+    of: Any
+
+
 class _Start:
     """Stands for the start of a call, the one number that is not part of its plan."""
 
@@ -129,7 +138,8 @@ START = _Start()
 class Launch(NamedTuple):
     """A kernel, what it gets in the order of its parameters, and how it is compiled.
 
-    An argument is an `Operand`, a `Step`, an int, a float, `START`, or a tuple of these.
+    An argument is an `Operand`, a `Step`, an int, a float, `START`, or a tuple of these and of
+    `Constant`s.
     """
 
     kernel: Any

@@ -28,6 +28,9 @@ CASES = {
     "documents": {"size": (90, 90), "documents": True},
     "offsets": {"size": (40, 120), "starts": [3, 70], "causal": True, "rows": 30, "zero": 0},
     "one-query": {"size": (1, 100), "causal": True, "rows": 30, "zero": 0},
+    "few-queries": {"size": (3, 300), "heads": (4, 2), "rows": 30, "zero": 9, "starts": [30, 297]},
+    "few-queries-own": {"size": (2, 300), "heads": (4, 4), "own": True, "has": (True, False)},
+    "curve-one-query": {"size": (1, 300), "has": (False, False), "knots": 5, "documents": True},
     "curve": {"size": (34, 34), "has": (False, False), "knots": 5, "causal": True},
     "curve-documents": {"size": (90, 90), "has": (False, False), "knots": 3, "documents": True},
     "curve-cache": {
