@@ -92,7 +92,7 @@ def under_fsdp2(name: str, *, own_unit: bool, policy: bool, cast: bool) -> None:
 
 
 def on_ranks(folder: Path) -> dict[str, str]:
-    """Every module with DDP, and with FSDP2 in one dtype by turns, or in all if it keeps float32."""
+    """Every module with DDP and FSDP2, in one dtype by turns, or in all if it keeps float32."""
     return each(cases(by_turns=True))
 
 
