@@ -342,6 +342,21 @@ def check_heads(
     who: str, names: str, xs: list[Tensor], head_dim: int | None = None, seq_dim: int = -2
 ) -> None:
     """Check that ``xs``, one tensor or q and k, are floating, ``(B, H, L, D)``, and agree."""
+    q, k = xs[0], xs[-1]
+    # One expression, because decoding by other angles than a table's evaluates it at every token.
+    if (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and q.dtype in checks.FLOAT_DTYPES
+        and k.dtype in checks.FLOAT_DTYPES
+        and not (q.is_nested or k.is_nested)
+        and len(a := q.shape) == len(b := k.shape) == 4
+        and (a[3] == b[3] if head_dim is None else a[3] == head_dim == b[3])
+        and a[0] == b[0]
+        and a[seq_dim] == b[seq_dim]
+        and q.device == k.device
+    ):
+        return
     for name, x in zip(names, xs, strict=True):
         axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
         positions = isinstance(x, Tensor) and x.dtype in checks.INT_DTYPES and x.dim() < 4
@@ -354,10 +369,6 @@ def check_heads(
         if head_dim is not None:
             hint = f"Build {who.partition('.')[0]} with that head_dim."
             checks.equal(who, f"head_dim of {name}", x.shape[3], head_dim, hint)
-    q, k = xs[0], xs[-1]
-    is_alike = q.shape[0] == k.shape[0] and q.shape[seq_dim] == k.shape[seq_dim]
-    if is_alike and q.shape[3] == k.shape[3] and q.device == k.device:
-        return
     rule = "q and k must agree in batch, length, head_dim and device"
     got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
     hint = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."

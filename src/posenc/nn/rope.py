@@ -398,14 +398,13 @@ class RoPE(RotatedKeys):
         if tables is None:
             return None
         cos, sin = tables
-        if self._tables.length is None and torch.is_grad_enabled():
+        may_grow = self._tables.length is None and torch.is_grad_enabled()
+        if may_grow and (q.requires_grad or (isinstance(k, Tensor) and k.requires_grad)):
             # As by_tables does: only the rows of this call may be saved.
-            recorded = any(isinstance(x, Tensor) and x.requires_grad for x in (q, k))
-            if recorded and (position_ids is not None or q.dim() != 4):
+            end = offset + q.shape[self.seq_dim] if q.dim() == 4 else 0
+            if position_ids is not None or not 0 < end <= cos.shape[0]:
                 return None
-            if recorded:
-                end = offset + q.shape[self.seq_dim]
-                cos, sin = cos[:end], sin[:end]
+            cos, sin = cos[:end], sin[:end]
         return cos, sin, position_ids, offset, self._layout
 
     def _rotate(
