@@ -210,10 +210,18 @@ def _attends_with_strided_masks():
     return all(map(torch.allclose, (*got, *gradients), wanted))
 
 
+def _knows_what_outlived_a_transform():
+    kept = []
+    torch.func.vmap(lambda x: (kept.append(x), x)[1])(torch.ones(2))
+    wrapped = tracing._is_of_func
+    return wrapped(kept[0]) and not wrapped(torch.ones(2))
+
+
 CANARIES = {
     "_len_torch_dispatch_stack": _knows_modes,
     "peek_interpreter_stack": _is_in_func,
     "is_legacy_batchedtensor": _is_batched_by_autograd,
+    "is_functorch_wrapped_tensor": _knows_what_outlived_a_transform,
     "_current_level": _is_in_forward_mode,
     "_assert_async": _asserts_on_the_device,
     "_dynamo_marked_constant": _is_constant_under_compile,
@@ -225,6 +233,35 @@ CANARIES = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attends_with_strided_masks,
     "_op": lambda: tracing.builtin_of(torch.ops.aten.neg.default)(torch.ones(())).item() == -1,
 }
+
+
+def test_a_function_is_applied_without_steps_of_torch_func(monkeypatch):
+    """A tensor that has outlived its transform needs them, and no other."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2, None
+
+    x, kept, prepared = torch.ones((), requires_grad=True), [], []
+    torch.func.grad(lambda x: (kept.append(x), x)[1])(x)
+    monkeypatch.setattr(
+        torch._functorch.utils,
+        "unwrap_dead_wrappers",
+        lambda xs, unwrap=torch._functorch.utils.unwrap_dead_wrappers: (
+            prepared.append(len(xs)),
+            unwrap(xs),
+        )[1],
+    )
+    apply = tracing.apply_of(Twice, (0,))
+    assert torch.autograd.grad(apply(x, 2), x)[0].item() == 2
+    assert prepared == []
+    assert torch.autograd.grad(apply(kept[0], 2), x)[0].item() == 2
+    assert prepared == [2]
 
 
 @pytest.mark.parametrize("name", CANARIES)

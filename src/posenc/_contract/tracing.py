@@ -6,7 +6,7 @@ tests/_contract/test_tracing.py tests each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 # torch.autograd.grad(is_grads_batched=True) creates such tensors.
 is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 in_jit_trace = torch.jit.is_tracing  # type: ignore[attr-defined]
+# A transform of torch.func creates such tensors.
+_is_of_func = torch._C._functorch.is_functorch_wrapped_tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -53,12 +55,34 @@ def is_ordinary() -> bool:
 
 def is_recorded(*tensors: Tensor) -> bool:
     """Whether autograd records operations on one of ``tensors``; a compiler can trace this."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                return True
+    return False
 
 
 def builtin_of(overload: Any) -> Any:
     """The builtin function that an overload of an op calls: one Python frame less."""
     return overload._op
+
+
+def apply_of(function: type[torch.autograd.Function], tensors: Sequence[int]) -> Callable[..., Any]:
+    """``function.apply`` for ordinary calls, whose arguments at ``tensors`` are tensors or None.
+
+    That of torch's class first does in Python what torch.func needs, for as long as a small kernel
+    takes. An ordinary call needs that only for a tensor that has outlived its transform.
+    """
+    apply_to_any = function.apply
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply_to_ordinary(*arguments: Any) -> Any:
+        for i in tensors:
+            if (x := arguments[i]) is not None and _is_of_func(x):
+                return apply_to_any(*arguments)
+        return apply(*arguments)
+
+    return apply_to_ordinary
 
 
 def is_traced_as_operations() -> bool:

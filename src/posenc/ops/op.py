@@ -5,7 +5,7 @@ arguments of every function that implements the op.
 
 ====================================  =========================================================
 ordinary calls                        the implementation for the device: C; on CUDA, a plan
-with a gradient                       the same, recorded by :class:`_Recorded`
+with a gradient                       the same, recorded by :func:`_recorded`
 torch.compile, modes, DTensor         the op, by the rules registered here and in interop
 samples of torch.vmap                 the op, by its rule for samples; torch operations without one
 torch.func.grad, forward mode         torch operations, as in `reference.py`
@@ -16,18 +16,20 @@ torch.export, torch.jit               torch operations: they may run without thi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from posenc._contract.tracing import (
+    PLAIN_TYPES,
+    apply_of,
     builtin_of,
     in_forward_mode,
     in_func,
+    is_legacy_batched,
     is_ordinary,
-    is_plain,
     is_recorded,
     is_traced_as_operations,
     is_writable,
@@ -113,7 +115,8 @@ class Op:
         plan: What to do on a GPU: called with the call, whose tensors are `Operand`s, a `Plan` with
             the results, and the `Target`. It refuses what ``run`` refuses, but for the start.
         has_plan: Whether a call has one; all have if this is None.
-        save: Keep in ``ctx`` what ``backward`` needs; called with ``ctx, call, results``.
+        save: Keep in ``ctx`` what ``backward`` needs; called with ``ctx``, the call, and the result
+            as torch returns it, one tensor or several.
         backward: The gradients of fields by their names, of ``ctx`` and the results' gradients;
             fields that are not named get none.
         backward_call: The op and the call of the backward pass, from a call and its results: its
@@ -144,6 +147,7 @@ class Op:
         self.plan, self.save, self.backward, self.vmap = plan, save, backward, vmap
         self.has_plan, self.has_cpu, self.backward_call = has_plan, has_cpu, backward_call
         self.fields = fields_of(call)
+        self._names = [field.name for field in self.fields]
         self.writes = [i for i, field in enumerate(self.fields) if field.is_written]
         self.tensors = [i for i, field in enumerate(self.fields) if field.is_tensor]
         schema = schema_of(self.fields, count)
@@ -159,6 +163,8 @@ class Op:
         full = f"posenc::{name}"
         torch.library.register_fake(full, self._fake, lib=_LIBRARY)
         if backward is not None:
+            self._record = _recorded(self, self.run_now)
+            self._record_native = _recorded(self, self.native)
             torch.library.register_autograd(
                 full, self._gradients, setup_context=self._save, lib=_LIBRARY
             )
@@ -167,11 +173,18 @@ class Op:
 
     def __call__(self, *call: Any) -> Any:
         """The result, with gradients if autograd records."""
+        if is_ordinary():
+            requires_grad = False
+            for i in self.tensors:
+                if (x := call[i]) is not None:
+                    if type(x) not in PLAIN_TYPES or is_legacy_batched(x):
+                        break
+                    requires_grad = requires_grad or x.requires_grad
+            else:
+                if requires_grad and torch.is_grad_enabled():
+                    return self._record(*call)
+                return self.run_now(*call)
         tensors = [call[i] for i in self.tensors if call[i] is not None]
-        if is_plain(*tensors) and not in_forward_mode():
-            if is_recorded(*tensors):
-                return _Recorded.apply(*call, self, self.run_now)
-            return self.run_now(*call)
         if (
             in_forward_mode()
             or is_traced_as_operations()
@@ -182,15 +195,14 @@ class Op:
 
     def run_now(self, *call: Any) -> Any:
         """The result without gradients; if native code refuses, Python takes over, or says why."""
-        if call[0].is_meta:
-            return self.overload(*call)
+        key = None
         if native.serves(call[0], self.has_cpu):
             try:
                 return self.run_native(call)
             except RuntimeError:
                 key = native.pop_missed()
-        else:
-            key = None
+        elif call[0].is_meta:
+            return self.overload(*call)
         return self._run_in_python(self.call(*call), key)
 
     def _run_in_python(self, call: Any, key: bytes | None) -> Any:
@@ -207,13 +219,15 @@ class Op:
         """
         if not is_ordinary():
             return None
+        recorded = False
         try:
             if torch.is_grad_enabled():
                 for i in self.tensors:
                     if (x := call[i]) is not None and x.requires_grad:
                         if self.backward is None:
                             return None
-                        return _Recorded.apply(*call, self, self._native_or_plan)
+                        recorded = True
+                        return self._record_native(*call)
             if not self.writes:
                 return self.native(*call)
             for i in self.writes:
@@ -227,18 +241,17 @@ class Op:
             if (key := native.pop_missed()) is None:
                 return None
         try:
+            if recorded:
+                return self._record(*call)
             result = self._run_in_python(self.call(*call), key)
         except (RuntimeError, TypeError, ValueError):
             return None
         return True if result is None else result
 
-    def _native_or_plan(self, *call: Any) -> Any:
-        try:
-            return self.native(*call)
-        except RuntimeError:
-            if (key := native.pop_missed()) is None:
-                raise
-        return self._run_in_python(self.call(*call), key)
+    def quick(self, *call: Any) -> Any:
+        """The same as a call; sooner if :meth:`try_native` serves it, as most of a gradient."""
+        result = self.try_native(*call)
+        return self(*call) if result is None else result
 
     def run_native(self, call: tuple[Any, ...]) -> Any:
         """The result of native code; RuntimeError if it does not serve the call."""
@@ -256,13 +269,11 @@ class Op:
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         assert self.save is not None
-        results = (output,) if isinstance(output, Tensor) else tuple(output)
-        self.save(ctx, self.call(*inputs), results)
+        self.save(ctx, self.call(*inputs), output)
 
     def _gradients(self, ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         assert self.backward is not None
-        named = self.backward(ctx, *gradients)
-        return tuple([named.get(field.name) for field in self.fields])
+        return tuple(map(self.backward(ctx, *gradients).get, self._names))
 
 
 def _as_torch(results: tuple[Tensor, ...]) -> Any:
@@ -270,21 +281,23 @@ def _as_torch(results: tuple[Tensor, ...]) -> Any:
     return results[0] if len(results) == 1 else results or None
 
 
-class _Recorded(torch.autograd.Function):
-    """An ordinary call that autograd records.
+def _recorded(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, an ordinary call of an op, as autograd records it.
 
     The rules that torch.library makes of the same functions take twice as long; they serve
     compilers.
     """
+    call_of, save = op.call, cast("Callable[..., None]", op.save)
 
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        *call, op, run = arguments
-        result = run(*call)
-        ctx.op = op
-        op._save(ctx, tuple(call), result)
-        return result
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *call: Any) -> Any:
+            result = run(*call)
+            save(ctx, call_of(*call), result)
+            return result
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return *ctx.op._gradients(ctx, *gradients), None, None
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return op._gradients(ctx, *gradients)
+
+    return apply_of(Recorded, op.tensors)

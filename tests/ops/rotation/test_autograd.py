@@ -8,6 +8,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import posenc
 from oracles import tables
 from posenc import ops
 from posenc.ops import native
@@ -15,6 +16,8 @@ from posenc.ops.rotation import reference
 from posenc.ops.rotation.rotation import rotate_qk_op
 from posenc.ops.rotation.spec import Spec, TableRows
 from support.assertions import SCALARS
+
+HOW = *tables(4, 4), TableRows(), Spec()
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["interleaved", "half"])
@@ -182,3 +185,51 @@ def test_a_gradient_of_zeros_without_memory():
     y = ops.rotate([x], cos, sin, TableRows(), Spec())[0]
     (got,) = torch.autograd.grad(y, x, torch._efficientzerotensor(y.shape))
     assert torch.equal(got, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_tensor_that_outlived_its_transform_is_what_it_wrapped(recorded):
+    rope, kept = posenc.RoPE(8), []
+    x = torch.randn(1, 2, 4, 8, requires_grad=recorded)
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)
+    for rotate in (
+        rope.rotate,
+        lambda x: rope(x, x.detach())[0],
+        lambda x: ops.rotate([x], *HOW)[0],
+    ):
+        wanted, got = rotate(x), rotate(kept[0])
+        assert torch.equal(got, wanted)
+        assert got.requires_grad == recorded
+        if recorded:
+            gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (got, wanted)]
+            assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_in_batches(count, create_graph):
+    """`torch.autograd.grad(is_grads_batched=True)`, without a warning."""
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    ys = ops.rotate([x, 2 * x][:count], *HOW)
+    gs = [torch.randn(3, *y.shape, requires_grad=create_graph) for y in ys]
+    keep = {"retain_graph": True, "create_graph": create_graph}
+    (got,) = torch.autograd.grad(ys, x, gs, is_grads_batched=True, **keep)
+    wanted = [torch.autograd.grad(ys, x, g, **keep)[0] for g in zip(*gs, strict=True)]
+    torch.testing.assert_close(got, torch.stack(wanted))
+    assert got.requires_grad == create_graph
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_recorded_call_has_a_backward_pass_that_compiles():
+    """Compiled autograd traces `backward` of a function, which it finds in its class."""
+    q = torch.randn(1, 4, 4, 8, requires_grad=True)
+    k = torch.randn(1, 2, 4, 8, requires_grad=True)
+    wanted = torch.autograd.grad(_squares(q, k), (q, k))
+    torch.compiler.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        _squares(q, k).backward()
+    torch.testing.assert_close((q.grad, k.grad), wanted)
+
+
+def _squares(q, k):
+    return sum(y.square().sum() for y in ops.rotate([q, k], *HOW))

@@ -502,28 +502,31 @@ def _plan(call: Rotating, plan: Plan, target: Target) -> None:
     rotate.plan_rotation(call, plan, target)
 
 
-def _save(ctx: Any, call: RotateCall | RotateQKCall, results: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, call: RotateCall | RotateQKCall, result: Any) -> None:
     """Save what the gradient needs."""
-    needs = dict(zip(call._fields, ctx.needs_input_grad, strict=False))
-    ctx.for_tables = needs["cos"] or needs["sin"]
-    if len(results) == 2 and not ctx.for_tables and needs["q"] != needs["k"]:
+    *xs, cos, sin, positions, start, layout = call
+    # A number has no gradient.
+    *wanted, to_cos, to_sin, _, _, _ = ctx.needs_input_grad
+    for_tables = to_cos or to_sin
+    if len(xs) == 2 and not for_tables and wanted[0] != wanted[1]:
         # A cache that k is written to would otherwise keep the graph of q alive.
-        ctx.mark_non_differentiable(results[1 if needs["q"] else 0])
-    ctx.start, ctx.layout = call.start, call.layout
-    ctx.save_for_backward(call.cos, call.sin, call.positions, *(call.xs if ctx.for_tables else ()))
+        ctx.mark_non_differentiable(result[1 if wanted[0] else 0])
+    ctx.others = start, layout, for_tables
+    ctx.save_for_backward(cos, sin, positions, *(xs if for_tables else ()))
 
 
 def _backward(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
     """The gradient with respect to the tensors is the transposed rotation."""
     cos, sin, positions, *xs = ctx.saved_tensors
-    rotation = cos, sin, positions, ctx.start, turned_back(ctx.layout)
+    start, layout, for_tables = ctx.others
+    rotation = cos, sin, positions, start, turned_back(layout)
     if len(gradients) == 1:
-        result: dict[str, Tensor | None] = {"x": rotate_op(*gradients, *rotation)}
+        result: dict[str, Tensor | None] = {"x": rotate_op.quick(*gradients, *rotation)}
     else:
-        result = dict(zip(("q", "k"), rotate_qk_op(*gradients, *rotation), strict=True))
-    if ctx.for_tables:
-        layout, width = ctx.layout, gradients[0].shape[-1]
-        used = turn_of(cos, sin, positions, ctx.start, layout, width)
+        to_q, to_k = rotate_qk_op.quick(*gradients, *rotation)
+        result = {"q": to_q, "k": to_k}
+    if for_tables:
+        used = turn_of(cos, sin, positions, start, layout, gradients[0].shape[-1])
         both = [
             (heads_first(x, layout), heads_first(g, layout))
             for x, g in zip(xs, gradients, strict=True)
@@ -669,7 +672,7 @@ def _norm_gradients(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
             # A gradient that is differentiated again consists of torch operations.
             both: Any = _norm_backward_operations(NormRotateBackwardCall(*call))
         else:
-            both = norm_rotate_backward_op(*call)
+            both = norm_rotate_backward_op.quick(*call)
         result[x_name], result[weight_name] = both
     return result
 

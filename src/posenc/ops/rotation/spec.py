@@ -104,9 +104,9 @@ def rows_of(cos: Any, sin: Any, positions: Any, start: Any) -> tuple[Any, Any, T
 
 def turned_back(layout: int) -> int:
     """The layout of the rotation of a gradient, from that of the output to that of the input."""
-    others = layout & ~(INTERLEAVED | INTERLEAVED_OUT)
-    others |= INTERLEAVED_OUT * bool(layout & INTERLEAVED)
-    return (others | INTERLEAVED * bool(layout & INTERLEAVED_OUT)) ^ TRANSPOSED
+    if bool(layout & INTERLEAVED) != bool(layout & INTERLEAVED_OUT):
+        layout ^= INTERLEAVED | INTERLEAVED_OUT
+    return layout ^ TRANSPOSED
 
 
 def heads_first(x: Any, layout: int) -> Any:
