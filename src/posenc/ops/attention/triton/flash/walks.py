@@ -129,6 +129,9 @@ def walks_of(given: Any, call: Any, plan: Plan, target: Target) -> Walks:
         None if x is None else whole(plan, x) for x in (call.starts, call.first, call.last)
     )
     left, right = call.window or (NOTHING, NOTHING)
+    # No op has it yet.
+    padding = getattr(given, "padding", None)
+    padding = None if padding is None else whole(plan, padding)
     sees = parts.Sees(
         heads=Constant(q.shape[1]),
         group=Constant(q.shape[1] // k.shape[1]),
@@ -142,10 +145,10 @@ def walks_of(given: Any, call: Any, plan: Plan, target: Target) -> Walks:
         ends_b=0 if first is None or len(first) == 1 else first.stride(0),
         left=left,
         right=right,
-        padding=NOTHING,
-        padding_b=0,
+        padding=NOTHING if padding is None else padding,
+        padding_b=0 if padding is None or len(padding) == 1 else padding.stride(0),
         is_causal=Constant(call.causal),
-        is_cut=Constant(first is not None or call.window is not None),
+        is_cut=Constant((first, call.window, padding) != (None, None, None)),
         # Without pruning, the ranges of keys need not be documents.
         is_narrow=Constant(first is not None and call.prune),
     )
