@@ -27,7 +27,7 @@ from posenc.ops.rotation.rotation import (
     rotate_qk_op,
 )
 from posenc.ops.rotation.spec import Spec, TableRows
-from support.plans import H200, plan_for, planned
+from support.plans import H200, plan_for, planned, planned_attention, planned_gradients
 from support.rotations import GPU
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -108,6 +108,26 @@ def test_a_plan_is_for_the_starts_that_have_rows():
     plan = plan_for(*rotation(length=40, rows=64))
     assert (plan.least, plan.most) == (0, 24)
     assert str(plan.wrong_start(25)).startswith("positions must be in [0, 64), got 64")
+
+
+def test_only_a_start_that_a_plan_does_not_know_is_held_to_its_bounds():
+    """That of a backward call is part of its plan: below zero if a ring's keys are later."""
+    q, k, v, slopes = *torch.randn(3, 1, 1, 3, 16, device=GPU), torch.ones(1, 1, device=GPU)
+    bias = -(torch.arange(3)[:, None] - torch.arange(3) - 5.0).abs().to(GPU)
+    call = Call(slopes, None, None, None, "slopes", 0, -5, 0.25, False, False)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = (inputs[0] @ inputs[1].mT * 0.25 + bias).softmax(-1) @ inputs[2]
+    wanted = torch.autograd.grad(out.sum(), inputs)
+
+    saved = q, k, v, *planned_attention(q, k, v, call)
+    got = planned_gradients(torch.ones_like(out), None, saved, call, False)
+    for gradient, exact in zip(got, wanted, strict=False):
+        torch.testing.assert_close(gradient, exact)
+
+    op, *arguments = rotation(length=40, start=25, rows=64)
+    arguments = [x.to(GPU) if isinstance(x, Tensor) else x for x in arguments]
+    with pytest.raises(ValueError, match=r"positions must be in \[0, 64\), got 64"):
+        planned(op, *arguments)
 
 
 @contextmanager
