@@ -22,6 +22,8 @@ _LENGTHS = (
     "n_ctx",
 )  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+# Of a RoPE, whatever the config says of them.
+_ARGUMENTS = ("base", "rotary_dim", "interleaved", "interleaved_out", "scaling", "axes")
 _DUAL_CHUNK = "dual_chunk_attention_config"
 Bias = TypeVar("Bias", bound=non_rotary.Bias)
 
@@ -143,7 +145,7 @@ def _recipe(config: Config, layer_type: str | None, base: float | None = None) -
         interleaved_out,
         rule,
         axes,
-        {**dict.fromkeys(("base", "rotary_dim", "interleaved"), silent), **config.sources},
+        {**dict.fromkeys(_ARGUMENTS, silent), **config.sources},
         layer_type,
         rates,
     )
