@@ -251,6 +251,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, arguments, text):
             ],
             id="qwen2-vl",
         ),
+        # transformers 4 had it in BERT and its relatives, and transformers 5 ignores the key.
+        pytest.param(
+            {"model_type": "bert", "position_embedding_type": "relative_key_query"},
+            ["Shaw's vectors for each distance, and no table", "attention.relative_terms"],
+            id="bert",
+        ),
         pytest.param(
             {"text_config": YARN, "vision_config": {"model_type": "gemma4_vision"}},
             ["vision_config not shown: model_type 'gemma4_vision' is not read as a RoPE: each"],

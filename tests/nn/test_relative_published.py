@@ -107,6 +107,25 @@ def test_relative_keys_are_those_of_speecht5():
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
+def test_relative_keys_are_those_of_bert():
+    """Of transformers 4, whose formula this is: `explain` names these calls."""
+    vectors = torch.randn(2 * L - 1, D, dtype=torch.float64)
+    q, k, v = torch.randn(3, B, H, L, D, dtype=torch.float64)
+    at = torch.arange(L)
+    rows = vectors[at[:, None] - at + L - 1]
+    scores = q @ k.mT + torch.einsum("bhld,lrd->bhlr", q, rows)
+    ours = posenc.RelativeKeys(D, max_distance=L - 1, causal=False, dtype=torch.float64)
+    ours.load_state_dict({"weight": vectors.flip(0)})
+    torch.testing.assert_close(ours(q, k, v), (scores / D**0.5).softmax(-1) @ v, **CLOSE)
+
+    # relative_key_query
+    scores += torch.einsum("bhrd,lrd->bhlr", k, rows)
+    both = {"for_queries": vectors, "for_keys": vectors}
+    bias = posenc.attention.relative_terms(q, k, lambda distance: distance + L - 1, **both)
+    got = posenc.attention.biased_attention(q, k, v, bias, causal=False)
+    torch.testing.assert_close(got, (scores / D**0.5).softmax(-1) @ v, **CLOSE)
+
+
 CONFORMERS = [
     pytest.param(name, id=name, marks=[pytest.mark.slow] * (name == "wav2vec2-bert"))
     for name in SPEECH

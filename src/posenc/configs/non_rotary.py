@@ -123,6 +123,13 @@ DESCRIPTIONS = {
     "deberta": ("DeBERTa's vectors for each distance", "Use DeBERTaBias.from_config."),
     "transformer_xl": ("Transformer-XL's terms", "Use TransformerXLBias.from_config."),
     "shaw": ("Shaw's vectors for each distance", "Use RelativeKeys.from_config."),
+    # BERT's, which transformers 5 has no longer.
+    "relative_key": (
+        "Shaw's vectors for each distance, and no table",
+        "Use RelativeKeys(head_dim, max_distance=max_position_embeddings - 1, causal=False) and "
+        "load weight.flip(0); relative_key_query has the keys' products too: "
+        "attention.relative_terms.",
+    ),
     "relative": ("relative position embeddings", _USE_MODEL),
     "convolution": ("a convolution for positions", _USE_MODEL),
     "windows": (
@@ -154,6 +161,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
         said = config.get(key, model[key])
         return _SPEECH.get(said) if isinstance(said, str) or said is None else None
     kind: str | None = model.get("positions")
+    if kind == "learned" and str(config.get(KIND_KEYS[0])).startswith("relative_key"):
+        return "relative_key"
     return kind if kind is None or not mentions_rotation(config) else None
 
 
