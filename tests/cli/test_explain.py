@@ -251,6 +251,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, arguments, text):
             ],
             id="qwen2-vl",
         ),
+        pytest.param(
+            {"text_config": YARN, "vision_config": {"model_type": "idefics3_vision"}},
+            ["vision_config a learned vector for each patch of an image: Use LearnedPosEmbedding."],
+            id="idefics3",
+        ),
         # transformers 4 had it in BERT and its relatives, and transformers 5 ignores the key.
         pytest.param(
             {"model_type": "bert", "position_embedding_type": "relative_key_query"},

@@ -316,8 +316,12 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
     (
         "Read in their code.",
         """
-        blip blip-2 blip_vision_model clip clip_vision_model deit dinov2
-        dinov2_with_registers siglip siglip_vision_model videomae vit vit_mae
+        blip blip-2 blip_2_vision_model blip_vision_model clip clip_vision_model deit dinov2
+        dinov2_with_registers glm_image_vision idefics2_vision idefics3_vision idefics_vision
+        instructblip_vision_model instructblipvideo_vision_model internvl_vision
+        janus_vision_model minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision molmo2_vision
+        ovis2_vision phi4_multimodal_vision qianfan_ocr_vision siglip siglip2_vision_model
+        siglip_vision_model smolvlm_vision videomae vit vit_mae
         """,
         {"positions": "patches"},
     ),
