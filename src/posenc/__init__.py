@@ -4,7 +4,7 @@ Angles are computed in float64, whatever the dtype of the model, and rounded onc
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posenc import attention, axes, cache, functional, nn, positions, scaling
 from posenc.nn import (
@@ -88,10 +88,16 @@ def _version() -> str:
         return "0+not.installed"
 
 
-def __getattr__(name: str) -> Any:
-    # At first use, because most programs do not need it.
-    if name == "interop":
-        return import_module("posenc.interop")
-    if name == "__version__":
-        return _version()
-    raise AttributeError(f"module 'posenc' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from posenc import interop
+
+    __version__: str
+else:
+    # A type checker takes any name from a module that has this function.
+    def __getattr__(name: str) -> Any:
+        # At first use, because most programs do not need it.
+        if name == "interop":
+            return import_module("posenc.interop")
+        if name == "__version__":
+            return _version()
+        raise AttributeError(f"module 'posenc' has no attribute {name!r}")

@@ -142,3 +142,11 @@ def modules(rope: posenc.RoPE) -> nn.Module:
     """They are as ordinary for a type checker as for torch."""
     assert_type(rope.to("cpu"), posenc.RoPE)
     return nn.Sequential(posenc.SinusoidalPE(16, 8), nn.Linear(8, 8))
+
+
+def names() -> None:
+    """Some are found at first use; a name that does not exist is an error."""
+    assert_type(posenc.__version__, str)
+    assert_type(posenc.interop.ring.__name__, str)
+    _ = posenc.RelativeBias  # type: ignore[attr-defined]
+    _ = posenc.interop.rings  # type: ignore[attr-defined]
