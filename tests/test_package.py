@@ -73,6 +73,11 @@ PLACES = [
         "a line in TABLES or OTHERS, or in MODULES of test_vector_biases.py",
         of=BIASES,
     ),
+    Place(
+        "tests/support/typing_client.py",
+        in_text("tests/support/typing_client.py", r"posenc\.(\w+)\("),
+        "a call with the type of its result, and a wrong one",
+    ),
     Place("docs/api", in_text("docs/api/*.md"), "::: posenc.NAME, on the page of its family"),
     Place(
         "docs/index.md",
