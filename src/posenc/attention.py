@@ -8,9 +8,9 @@ from posenc.functional.mods import (
     relative_score_mod,
 )
 from posenc.ops.attention.biases import Bias, DistanceTable, RowBias, RunningSum, Slopes
+from posenc.ops.attention.biases.vectors import relative_terms
 from posenc.ops.attention.pruning import alibi_reach, bound_scores
 from posenc.ops.attention.rows import relative_bias
-from posenc.ops.attention.terms import relative_terms
 
 __all__ = [
     "Bias",

@@ -11,7 +11,7 @@ import posenc
 from posenc.attention import DistanceTable
 from posenc.functional import t5_buckets
 from posenc.ops.attention.biases import FireNetwork
-from posenc.ops.attention.rows import network_rows
+from posenc.ops.attention.biases.fire import network_rows
 from support.biases import assert_is_formula, drawn, qkv
 
 

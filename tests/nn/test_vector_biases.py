@@ -10,7 +10,7 @@ import oracles
 import posenc
 from posenc.attention import biased_attention, relative_terms
 from posenc.ops.attention import rows as by_rows
-from posenc.ops.attention.rows import _gather
+from posenc.ops.attention.biases.cope import _gather
 from support.assertions import assert_exports
 from support.biases import drawn, leaves, qkv
 

@@ -12,15 +12,23 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from posenc.ops import execute, polar
-from posenc.ops.attention.biases import Call
-from posenc.ops.attention.op import attend_backward_op, attend_op
-from posenc.ops.attention.terms import terms_backward_op, terms_op
+from posenc.ops.attention.biases import (
+    DistanceTable,
+    LevelFields,
+    NetworkFields,
+    NoBias,
+    RunningSum,
+    Slopes,
+    VectorFields,
+)
+from posenc.ops.attention.call import Call
+from posenc.ops.attention.op import OPS, arguments
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.plan import Constant, Launch
 from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op, rotate_qk_op
 from posenc.ops.rotation.spec import Norm, Spec, TableRows, flatten
 from support.flash import use_one_attention
-from support.plans import H200, plan_for
+from support.plans import plan_for
 
 
 def compile_plan(op, *call):
@@ -74,50 +82,52 @@ def pope(dtype):
     compile_plan(polar.polar_backward_op, y, x, delta, cos, cos, None, 0)
 
 
+def compile_attention(inputs, call):
+    """All kernels of a kind of bias, forward and backward."""
+    ops, given = OPS[type(call.bias)], (*inputs, *arguments(call._replace(to_bias=True)))
+    compile_plan(ops.forward, *given)
+    results = ops.forward.results(ops.forward.call(*given))
+    compile_plan(ops.backward, inputs[0], None, *results, *given)
+
+
 def bias(kind, width, *others):
-    """All kernels of a bias."""
+    """All kernels of a bias of numbers."""
     width, length = int(width), 1100
     dtype = torch.float32 if others else torch.bfloat16
     q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
-    values = {"slopes": torch.ones(1, 4), "table": torch.ones(4, 99)}.get(kind)
-    if kind == "sums":
-        values = torch.zeros(1, 4, length, dtype=torch.float64)
-    call = Call(values, None, None, None, kind, 0, 0, 1.0, True, True, to_values=values is not None)
-    compile_plan(attend_op, q, k, v, *call.arguments())
-    results = attend_op.results(attend_op.call(q, k, v, *call.arguments()))
-    compile_plan(attend_backward_op, q, None, q, k, v, *results, *call.arguments())
+    fields = {
+        "none": NoBias(),
+        "slopes": Slopes(torch.ones(1, 4)),
+        "table": DistanceTable(torch.ones(4, 99)),
+        "sums": RunningSum(torch.zeros(1, 4, length, dtype=torch.float64)),
+    }[kind]
+    call = Call.of(fields, start=0, scale=1.0, causal=True, prune=True)
+    compile_attention((q, k, v), call)
     # One query: the keys of two sequences are in one part, those of one sequence in two.
     for n in (1, 2):
-        one = call._replace(start=length - 1).arguments()
-        compile_plan(attend_op, q[:n, :, :1], k[:n], v[:n], *one)
+        one = arguments(call._replace(start=length - 1))
+        compile_plan(OPS[type(fields)].forward, q[:n, :, :1], k[:n], v[:n], *one)
 
 
 def products(width, *others):
-    """All kernels of attention with a vector for each distance."""
+    """All kernels of attention with a vector for each distance, with a network, and with levels."""
     width, length = int(width), 300
     dtype = torch.float32 if others else torch.bfloat16
     q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
     vectors = torch.zeros(99, 1, width, dtype=dtype)
-    call = Call(None, None, None, None, "none", 49, 0, 1.0, False, False)
-    network = torch.ones(2 + 4 + (2 + 4) * 32)
-    levels = torch.zeros(2, 4, length, 64)
-    for given, causal in (
-        ((q, k, vectors, vectors, None, None), False),
-        ((None, None, None, None, network, None), False),
-        ((None, None, None, None, None, levels), True),
+    for fields, causal in (
+        (VectorFields(q, k, vectors, vectors, 49), False),
+        (NetworkFields(torch.ones(2 + 4 + (2 + 4) * 32)), False),
+        (LevelFields(torch.zeros(2, 4, length, 64)), True),
     ):
-        where = call._replace(causal=causal).arguments_without_values()
-        whole = q, k, v, *given, *where
-        compile_plan(terms_op, *whole)
-        results = terms_op.results(terms_op.call(*whole))
-        compile_plan(terms_backward_op, q, None, *results, *whole)
+        compile_attention((q, k, v), Call.of(fields, start=0, scale=1.0, causal=causal))
 
 
 def one(kind, *words):
     """All kernels of a bias by the one attention, which have few parameters."""
     from posenc.ops.attention.triton.flash import backward, forward
 
-    use_one_attention(setattr, H200)
+    use_one_attention(setattr)
     for kernel in vars(forward) | vars(backward):
         function = getattr(forward, kernel, None) or getattr(backward, kernel)
         assert len(getattr(function, "arg_names", ())) <= 24, kernel

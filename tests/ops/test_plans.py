@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -12,9 +13,18 @@ import torch
 from torch import Tensor
 
 from oracles import tables
-from posenc.ops.attention.biases import Call
-from posenc.ops.attention.op import attend_backward_op, attend_op
-from posenc.ops.attention.terms import terms_op
+from posenc.ops.attention.biases import (
+    KINDS,
+    DistanceTable,
+    LevelFields,
+    NetworkFields,
+    NoBias,
+    RunningSum,
+    Slopes,
+    VectorFields,
+)
+from posenc.ops.attention.call import Call
+from posenc.ops.attention.op import OPS, arguments
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.op import MaybeWritten, Size, Start, Written, fields_of, schema_of
 from posenc.ops.plan import START, Launch, Operand, Step, plan_of
@@ -67,11 +77,24 @@ def rotation(length=40, start=3, dtype=torch.bfloat16, layout=0, rows=64):
     return rotate_qk_op, q, k, *torch.zeros(2, rows, 32).unbind(), None, start, layout
 
 
-def attention(length=40, start=0, kind="table", width=64):
-    q, k, v = (torch.zeros(1, 4, length, width, dtype=torch.bfloat16) for _ in range(3))
-    values = {"none": None, "table": torch.zeros(4, 90), "slopes": torch.ones(1, 4)}[kind]
-    call = Call(values, None, None, None, kind, 0, start, 0.125, True, True)
-    return attend_op, q, k, v, *call.arguments()
+BIASES = {
+    "without_bias": lambda length: NoBias(),
+    "slopes": lambda length: Slopes(torch.ones(1, 4)),
+    "table": lambda length: DistanceTable(torch.zeros(4, 90), 3),
+    "sums": lambda length: RunningSum(torch.zeros(1, 4, length)),
+    "vectors": lambda length: VectorFields(
+        None, None, torch.zeros(9, 1, 64).bfloat16(), torch.zeros(9, 4, 64).bfloat16(), 3
+    ),
+    "network": lambda length: NetworkFields(torch.ones(2 + 4 + 6 * 8)),
+    "levels": lambda length: LevelFields(torch.zeros(1, 4, length, 5)),
+}
+
+
+def attention(length=40, start=0, kind="table", to_bias=False):
+    q, k, v = (torch.zeros(1, 4, length, 64, dtype=torch.bfloat16) for _ in range(3))
+    call = Call.of(BIASES[kind](length), start=start, scale=0.125, causal=True, prune=True)
+    call = call._replace(to_bias=to_bias)
+    return OPS[type(call.bias)].forward, q, k, v, *arguments(call)
 
 
 def requests(plan):
@@ -114,7 +137,7 @@ def test_only_a_start_that_a_plan_does_not_know_is_held_to_its_bounds():
     """That of a backward call is part of its plan: below zero if a ring's keys are later."""
     q, k, v, slopes = *torch.randn(3, 1, 1, 3, 16, device=GPU), torch.ones(1, 1, device=GPU)
     bias = -(torch.arange(3)[:, None] - torch.arange(3) - 5.0).abs().to(GPU)
-    call = Call(slopes, None, None, None, "slopes", 0, -5, 0.25, False, False)
+    call = Call.of(Slopes(slopes), start=-5, scale=0.25, causal=False)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = (inputs[0] @ inputs[1].mT * 0.25 + bias).softmax(-1) @ inputs[2]
     wanted = torch.autograd.grad(out.sum(), inputs)
@@ -218,12 +241,20 @@ def polar_call():
     return polar_op.call(x, delta, *tables.unbind(), None, 0)
 
 
+def attention_call(kind):
+    op, *given = attention(kind=kind)
+    return op.call(*given)
+
+
 CALLS = {
     "rotate_qk": (rotate_qk_op, lambda: rotate_qk_op.call(*rotation()[1:])),
     "norm": (norm_rotate_qk_op, norm_call),
     "cache": (rotate_and_cache_op, cache_call),
     "polar": (polar_op, polar_call),
-    "attend": (attend_op, lambda: attend_op.call(*attention()[1:])),
+    **{
+        f"attend_{kind}": (OPS[fields].forward, partial(attention_call, kind))
+        for fields, kind in KINDS.items()
+    },
 }
 
 
@@ -267,19 +298,20 @@ def test_the_key_has_every_property_of_every_argument(name):
 def test_gradients_of_numbers_are_launches_only():
     """A copy or a torch operation between launches would cost more than they do."""
     for kind in ("table", "slopes"):
-        op, q, k, v, *where = attention(kind=kind)
-        call = Call.from_arguments(*where)._replace(to_values=True)
-        results = attend_op.results(op.call(q, k, v, *where))
-        plan = plan_for(attend_backward_op, q, None, q, k, v, *results, *call.arguments())
+        plan = backward_plan(kind)
         assert all(isinstance(step, Launch) for step in plan.steps)
+
+
+def backward_plan(kind, g=None):
+    op, q, *given = attention(kind=kind, to_bias=True)
+    (backward,) = [OPS[fields].backward for fields, name in KINDS.items() if name == kind]
+    results = op.results(op.call(q, *given))
+    return plan_for(backward, q if g is None else g, None, *results, q, *given)
 
 
 def test_a_gradient_without_rows_of_its_own_is_copied_once():
     """That of a sum: all of its strides are zero."""
-    op, q, k, v, *where = attention(kind="none")
-    results = attend_op.results(op.call(q, k, v, *where))
-    g = torch.zeros((), dtype=q.dtype).expand(q.shape)
-    plan = plan_for(attend_backward_op, g, None, q, k, v, *results, *where)
+    plan = backward_plan("without_bias", torch.zeros(()).bfloat16().expand(1, 4, 40, 64))
     assert [type(step).__name__ for step in plan.steps].count("Copy") == 1
 
 
@@ -299,16 +331,12 @@ def test_an_empty_call_is_planned():
     assert [type(step).__name__ for step in plan.steps] == ["FillWithZeros"]
 
 
-def test_every_kind_of_terms_has_a_plan():
-    q, k, v = (torch.zeros(1, 2, 50, 16) for _ in range(3))
-    call = Call(None, None, None, None, "none", 3, 0, 0.25, True, False)
-    where = call.arguments_without_values()
-    for given in (
-        (None, None, torch.zeros(9, 1, 16), None, None, None),
-        (None, None, None, None, torch.ones(2 + 2 + 4 * 8), None),
-        (None, None, None, None, None, torch.zeros(1, 2, 50, 5)),
-    ):
-        assert plan_for(terms_op, q, k, v, *given, *where).steps
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_every_kind_of_bias_has_a_plan_forward_and_backward(kind):
+    assert plan_for(*attention(kind=kind)).steps
+    plan = backward_plan(kind)
+    assert plan.steps
+    assert len(plan.results) == 3 + sum(isinstance(x, Tensor) or x is None for x in BIASES[kind](9))
 
 
 def test_plans_that_python_keeps_are_bounded(monkeypatch):

@@ -3,6 +3,8 @@
 import torch
 
 from posenc.ops.attention import chunked
+from posenc.ops.attention.biases import DistanceTable, NoBias, RunningSum, Slopes
+from posenc.ops.attention.call import Call
 
 HEADS, WIDTH = 4, 16
 STEEP = {"bias_max": 3.0}  # windows well inside a few hundred keys
@@ -33,6 +35,17 @@ def numbers_of(kind, heads, keys, *, batch=2, columns=40, steep=1.0):
     if kind == "sums":
         return -(steep * torch.rand(batch, heads, keys, dtype=torch.float64)).cumsum(-1)
     return None
+
+
+def call_of(values, kind, *, start, scale, zero=0, **others):
+    """A call with a bias of these numbers."""
+    bias = {
+        "none": lambda: NoBias(),
+        "slopes": lambda: Slopes(values),
+        "table": lambda: DistanceTable(values, zero),
+        "sums": lambda: RunningSum(values),
+    }[kind]()
+    return Call.of(bias, start=start, scale=scale, **{"causal": True, "prune": True} | others)
 
 
 def written_down(

@@ -2,7 +2,7 @@
 
 import torch
 
-from posenc.ops.attention.op import attend_backward_op, attend_op
+from posenc.ops.attention.op import OPS, arguments
 from posenc.ops.plan import Target, plan_of
 
 
@@ -14,15 +14,16 @@ def planned(op, *call):
 
 
 def planned_attention(q, k, v, call):
-    """The output, the log-sum-exp and the pruned ranges of the call of an attention."""
-    return planned(attend_op, q, k, v, *call.arguments())
+    """The output, the log-sum-exp, and the ranges of keys of a kind that prunes."""
+    return planned(OPS[type(call.bias)].forward, q, k, v, *arguments(call))
 
 
-def planned_gradients(g, g_lse, saved, call, to_values):
-    """The gradients of q, k, v and the bias's numbers, from the inputs and results ``saved``."""
-    call = call._replace(to_values=to_values and call.values is not None)
-    dq, dk, dv, to = planned(attend_backward_op, g, g_lse, *saved, *call.arguments())
-    return dq, dk, dv, to if call.to_values else None
+def planned_gradients(g, g_lse, saved, call, to_bias):
+    """The gradients of q, k, v and the bias, from the inputs and results ``saved``."""
+    q, k, v, *results = saved
+    given = g, g_lse, *results, q, k, v, *arguments(call._replace(to_bias=to_bias))
+    gradients = planned(OPS[type(call.bias)].backward, *given)
+    return gradients if to_bias else gradients[:3]
 
 
 H200 = Target("nvidia", (9, 0), 132)

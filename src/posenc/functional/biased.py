@@ -9,22 +9,23 @@ from torch import Tensor
 
 from posenc._contract import checks, qk_checks, sharding
 from posenc.numerics.spans import document_ends
-from posenc.ops.attention import op, rows, terms
+from posenc.ops.attention import op, rows
 from posenc.ops.attention.biases import (
     BY_ROWS,
-    CAUSAL,
-    KINDS,
-    PRUNE,
+    NUMBERS,
     TERMS,
     Bias,
-    Call,
     DistanceTable,
+    NoBias,
+    RowBias,
     RunningSum,
     Slopes,
+    bias_of,
     check_bias,
-    check_places,
-    stored,
+    fields_of,
 )
+from posenc.ops.attention.call import CAUSAL, PRUNE, Call
+from posenc.ops.attention.places import check_places
 
 
 def biased_attention(
@@ -211,8 +212,7 @@ def attend(
     mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], k.shape[2]), q.device)
     first, last = hide_padding(places.ids)
     call = Call.of(
-        bias,
-        q,
+        fields_of(bias, q),
         start=places.start,
         scale=qk_checks.check_scale(who, scale, q),
         causal=causal,
@@ -245,30 +245,36 @@ def run(
     chunked       everything else
     ============  ====================================================================
 
-    The last two are one op. Its ``operations`` are dense: they serve exporters, torch.func, forward
-    mode and second derivatives; see `posenc.ops.op`.
+    All but rows and dense are ops, a pair for each kind of bias. Their ``operations`` are dense:
+    they serve exporters, torch.func, forward mode and second derivatives; see `posenc.ops.op`.
     """
     if backend not in (None, "triton", "chunked", "dense"):
         rule = "backend must be 'triton', 'chunked', 'dense' or None"
         checks.fail(who, rule, checks.describe(backend), "Leave backend out to have one chosen.")
     masked = mask is not None or dropout_p > 0
-    has_kernel = not masked and terms.has_kernel(q, v, bias)
-    if backend == "triton" and not has_kernel:
+    by_kernel = not masked and has_kernel(q, v, bias)
+    if backend == "triton" and not by_kernel:
         rule = (
             "backend='triton' needs CUDA, Triton, float32 or narrower, heads of at most 256 "
             "channels, at least one query, and neither attn_mask, dropout nor a RowBias of your own"
         )
         got = f"{q.dtype} on {q.device}, shape {tuple(q.shape)}"
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
-    if isinstance(bias, TERMS) and has_kernel and backend in (None, "triton"):
-        return terms.attend(q, k, v, bias, call)
+    if isinstance(bias, TERMS) and by_kernel and backend in (None, "triton"):
+        q, fields = bias.with_fields(q, k, call)
+        return op.attend(q, k, v, call._replace(bias=fields))
+    formula = bias if isinstance(bias, BY_ROWS) else bias_of(call.bias, q, k)
     if backend == "dense":
-        return rows.attend_dense(q, k, v, call, bias, mask, dropout_p, who)
+        return rows.attend_dense(q, k, v, call, formula, mask, dropout_p, who)
     if masked or isinstance(bias, BY_ROWS):
-        return rows.attend_by_rows(who, q, k, v, call, bias, mask, dropout_p)
-    call = call._replace(chunked=backend == "chunked")
-    out, lse, _ = op.attend_op(q, k, v, *call.arguments())
-    return out, lse
+        return rows.attend_by_rows(who, q, k, v, call, formula, mask, dropout_p)
+    return op.attend(q, k, v, call._replace(chunked=backend == "chunked"))
+
+
+def has_kernel(q: Tensor, v: Tensor, bias: Bias | None) -> bool:
+    """Whether a kernel computes attention with this bias."""
+    is_fit = bias.fits_kernels() if isinstance(bias, TERMS) else not isinstance(bias, RowBias)
+    return is_fit and op.has_kernel(q, v)
 
 
 def _try_native(
@@ -278,17 +284,16 @@ def _try_native(
 
     None otherwise: nothing has happened then, and nothing has been checked.
     """
-    if not isinstance(causal, bool) or isinstance(bias, BY_ROWS):
+    if not isinstance(causal, bool) or not (bias is None or isinstance(bias, NUMBERS)):
         return None
     try:
         start = k.shape[-2] - q.shape[-2]
         if start < 0:
             return None
-        kind, values, zero = stored(bias, q.dtype)
-        # As Call.arguments, in half the time.
-        how = KINDS.index(kind) | PRUNE | CAUSAL * causal
-        where = None, None, None, how, zero, start, q.shape[-1] ** -0.5, -1, -1
-        result = op.attend_op.try_native(q, k, v, values, *where)
+        fields = fields_of(bias, q)
+        # As op.arguments, in half the time.
+        where = None, None, None, PRUNE | CAUSAL * causal, start, q.shape[-1] ** -0.5, -1, -1
+        result = op.OPS[type(fields)].forward.try_native(q, k, v, *fields, *where)
     except (AttributeError, IndexError, TypeError, RuntimeError, ZeroDivisionError):
         # They are not what they should be: the checks say why.
         return None
@@ -309,7 +314,7 @@ def attend_last(
     how: Any = {"scale": scale, "causal": causal, "prune": prune}
     if sharding.is_sharded(q):
         return attend("the patched model", q, k, v, bias, **how)[0]
-    call = Call.of(bias, q, start=k.shape[2] - q.shape[2], **how)
+    call = Call.of(fields_of(bias, q), start=k.shape[2] - q.shape[2], **how)
     return run("the patched model", q, k, v, bias, call)[0]
 
 
@@ -330,7 +335,7 @@ def attend_ranges(
     ``first`` and ``last``, int64 ``[1 or B, K]``, are the ends of the range of the query at each
     key; ``last`` below ``first`` is an empty one.
     """
-    call = Call.of(None, q, start=start, scale=scale, causal=True, first=first, last=last)
+    call = Call.of(NoBias(), start=start, scale=scale, causal=True, first=first, last=last)
     return run(who, q, k, v, None, call, backend)
 
 

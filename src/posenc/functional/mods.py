@@ -15,13 +15,12 @@ from posenc.ops.attention.biases import (
     BY_ROWS,
     Bias,
     DistanceTable,
-    Places,
     RunningSum,
     Slopes,
     check_bias,
-    check_places,
     described,
 )
+from posenc.ops.attention.places import Places, check_places
 from posenc.ops.attention.pruning import SLACK, prune_keys
 
 if TYPE_CHECKING:

@@ -24,12 +24,11 @@ from posenc.interop import ring
 from posenc.ops.attention.biases import (
     BY_ROWS,
     Bias,
-    RunningSum,
-    Slopes,
     check_bias,
     described,
     refuse_sharded,
 )
+from posenc.ops.attention.biases.kind import axes_of
 from posenc.ops.rotation import rotation
 
 # To import it is all there is to do.
@@ -175,14 +174,11 @@ def _local_bias(bias: Any, q: DTensor, batch: range, heads: range, keys: range) 
         values = DTensor.from_local(values, mesh, everywhere, run_check=False)
     partial_sums = [Partial() if isinstance(p, Shard) else Replicate() for p in q.placements]
     values = values.redistribute(placements=everywhere).to_local(grad_placements=partial_sums)
-    if values.dim() == (2 if isinstance(bias, Slopes) else 3) and len(values) > 1:
-        values = values[batch.start : batch.stop]
-    if isinstance(bias, Slopes):
-        values = values[..., heads.start : heads.stop]
-    else:
-        values = values[..., heads.start : heads.stop, :]
-    if isinstance(bias, RunningSum):
-        values = values[..., keys.start : keys.stop]
+    parts = {"1|B": batch, "H": heads, "K+": keys}
+    # Without sequences, the last of its axes.
+    for dim, axis in enumerate(axes_of(type(bias))["values"][-values.dim() :]):
+        if axis in parts and not (axis == "1|B" and values.shape[dim] == 1):
+            values = values.narrow(dim, parts[axis].start, len(parts[axis]))
     return bias._replace(values=values)
 
 

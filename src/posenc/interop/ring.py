@@ -22,16 +22,18 @@ from posenc.functional import biased
 from posenc.numerics.slopes import window_length
 from posenc.ops.attention.biases import (
     BY_ROWS,
+    KINDS,
+    NUMBERS,
     Bias,
-    Call,
     DistanceTable,
     RunningSum,
     Slopes,
     check_bias,
-    check_places,
     described,
-    stored,
+    fields_of,
 )
+from posenc.ops.attention.call import Call
+from posenc.ops.attention.places import check_places
 from posenc.ops.attention.pruning import longest_key, score_gap
 
 if TYPE_CHECKING:
@@ -195,9 +197,10 @@ def attend(
     if not q.shape[0] or not tokens:
         return biased.attend(who, q, k, v, bias, causal=causal)
     route = Route(ranks.world, tokens // 2 if zigzag else tokens, zigzag, causal, k.shape[1])
-    kind, values, zero = stored(bias, q.dtype)
-    if values is not None:
-        values = values.to(q.device)
+    fields, values, zero = fields_of(bias, q), None, 0
+    kind = KINDS[type(fields)]
+    if isinstance(fields, NUMBERS):
+        values, zero = fields.values, getattr(fields, "zero", 0)
         values = {"slopes": values[..., None], "table": values[None]}.get(kind, values)
         if prune and kind != "table":
             with torch.no_grad():
@@ -523,7 +526,8 @@ class Job(NamedTuple):
             distance = (block.queries - block.keys) * size + block.rows.start - block.columns.start
             start = k.shape[2] if self.kind == "sums" else distance
             # Where all keys are earlier, a causal mask hides none: kernels have less to compute.
-            call = Call.of(bias, q, start=start, scale=self.scale, causal=start >= k.shape[2])
+            how = {"scale": self.scale, "causal": start >= k.shape[2]}
+            call = Call.of(fields_of(bias, q), start=start, **how)
             results = biased.run(self.who, q, k, v, bias, call)
         out, lse = (x.unflatten(1, inputs[0].shape[1:3]) for x in results)
         return out, lse

@@ -17,10 +17,10 @@ from posenc.ops.attention.biases import (
     DistanceTable,
     Slopes,
     Terms,
-    check_places,
     described,
     refuse_sharded,
 )
+from posenc.ops.attention.places import check_places
 from posenc.ops.attention.rows import matrix_of, relative_bias
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import angles, float64_device, round_once, widest
 from posenc.ops.attention.biases import DistanceTable, FireNetwork
-from posenc.ops.attention.rows import network_rows
+from posenc.ops.attention.biases.fire import network_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self

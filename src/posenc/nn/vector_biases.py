@@ -17,7 +17,7 @@ from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
 from posenc.ops.attention.biases import CopeLevels, Terms
-from posenc.ops.attention.terms import relative_terms
+from posenc.ops.attention.biases.vectors import relative_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Self

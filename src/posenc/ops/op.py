@@ -147,7 +147,7 @@ class Op:
         self.plan, self.save, self.backward, self.vmap = plan, save, backward, vmap
         self.has_plan, self.has_cpu, self.backward_call = has_plan, has_cpu, backward_call
         self.fields = fields_of(call)
-        self._names = [field.name for field in self.fields]
+        self.names = [field.name for field in self.fields]
         self.writes = [i for i, field in enumerate(self.fields) if field.is_written]
         self.tensors = [i for i, field in enumerate(self.fields) if field.is_tensor]
         schema = schema_of(self.fields, count)
@@ -273,7 +273,7 @@ class Op:
 
     def _gradients(self, ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         assert self.backward is not None
-        return tuple(map(self.backward(ctx, *gradients).get, self._names))
+        return tuple(map(self.backward(ctx, *gradients).get, self.names))
 
 
 def _as_torch(results: tuple[Tensor, ...]) -> Any:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from posenc.functional.biased import hide_padding
-from posenc.ops.attention.biases import Call
 from posenc.ops.attention.op import fits_kernels
-from support.attention import DEVICE, numbers_of, written_down
+from support.attention import DEVICE, call_of, numbers_of, written_down
 from support.plans import planned_attention, planned_gradients
 
 pytest.importorskip("triton")
@@ -68,14 +67,18 @@ def run(
         ids[0, -5:] = -1
     first, last = hide_padding(ids)
     scale = width[0] ** -0.5
-    starts = None if starts is None else begin
-    start = keys - queries if starts is None else 0
-    call = Call(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
+    start = keys - queries if starts is None else begin
+    call = call_of(
+        values, kind, start=start, scale=scale, zero=zero, causal=causal, prune=prune,
+        first=first, last=last, window=window,
+    )  # fmt: skip
 
-    out, lse, ranges = planned_attention(q, k, v, call)
+    out, lse, *ranges = planned_attention(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
     to_values = values is not None
-    back = [planned_gradients(g, g_lse, (q, k, v, out, lse, ranges), call, to_values) for _ in "ab"]
+    back = [
+        planned_gradients(g, g_lse, (q, k, v, out, lse, *ranges), call, to_values) for _ in "ab"
+    ]
 
     exact = [x.double().requires_grad_() for x in (q, k, v, values) if x is not None]
     own = begin[:, None] + torch.arange(queries, device=DEVICE)
@@ -134,7 +137,7 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
     case = {"size": (70, 400), "steep": 8.0, "causal": causal}
     made, back, wanted, grads, ranges = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
-    assert (ranges[..., ::2] > 0).any()
+    assert (ranges[0][..., ::2] > 0).any()
 
 
 @SLOW
@@ -166,9 +169,9 @@ def test_a_column_of_a_table_gets_the_rounding_of_its_own_weights(columns):
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     q, k, v, g = torch.randn(4, 1, 2, 90, 16, device=DEVICE).to(dtype).unbind()
     values = torch.arange(columns, device=DEVICE) * torch.tensor([[-0.1], [-0.2]], device=DEVICE)
-    call = Call(values, None, None, None, "table", 0, 0, 0.25, True, False)
-    out, lse, ranges = planned_attention(q, k, v, call)
-    got = planned_gradients(g, None, (q, k, v, out, lse, ranges), call, True)[3]
+    call = call_of(values, "table", start=0, scale=0.25, prune=False)
+    out, lse, *ranges = planned_attention(q, k, v, call)
+    got = planned_gradients(g, None, (q, k, v, out, lse, *ranges), call, True)[3]
 
     q, k, v, g, values = (x.double() for x in (q, k, v, g, values))
     distance = torch.arange(90, device=DEVICE)[:, None] - torch.arange(90, device=DEVICE)
@@ -191,9 +194,9 @@ def test_a_gradient_has_the_dtype_of_its_numbers(kind, columns):
     numbers = numbers_of(kind, 2, 40, batch=1, columns=columns, steep=1.0).half().to(DEVICE)
     found = []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
-        call = Call(numbers.to(dtype), None, None, None, kind, 0, 0, 0.25, True, True)
-        out, lse, ranges = planned_attention(q, k, v, call)
-        found.append(planned_gradients(g, None, (q, k, v, out, lse, ranges), call, True)[3])
+        call = call_of(numbers.to(dtype), kind, start=0, scale=0.25)
+        out, lse, *ranges = planned_attention(q, k, v, call)
+        found.append(planned_gradients(g, None, (q, k, v, out, lse, *ranges), call, True)[3])
         assert found[-1].dtype == dtype
         assert torch.equal(found[-1], found[0].to(dtype))
 
@@ -210,11 +213,12 @@ def test_any_ranges_of_keys(kind, size):
     first, last = (
         ((j - 20).clamp(min=0), j) if kind == "window" else (0 * j, (j - 21).clamp(min=-1))
     )
-    call = Call(None, None, first, last, "none", 0, keys - queries, scale, True, False)
+    places = {"first": first, "last": last, "prune": False}
+    call = call_of(None, "none", start=keys - queries, scale=scale, **places)
 
-    out, lse, ranges = planned_attention(q, k, v, call)
+    out, lse, *ranges = planned_attention(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
-    back = [planned_gradients(g, g_lse, (q, k, v, out, lse, ranges), call, False) for _ in "ab"]
+    back = [planned_gradients(g, g_lse, (q, k, v, out, lse, *ranges), call, False) for _ in "ab"]
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     low, high = (x[0, keys - queries :, None] for x in (first, last))

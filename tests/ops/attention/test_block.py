@@ -7,8 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from posenc.ops.attention import chunked
-from posenc.ops.attention.biases import Call
-from support.attention import DEVICE
+from support.attention import DEVICE, call_of
 from support.plans import planned_attention, planned_gradients
 
 BLOCKS = [
@@ -73,7 +72,8 @@ def test_queries_may_be_anywhere(kernel, dtype, tolerance, queries, keys, start,
     q, k, v, *seeds = (x.to(device) for x in (q, k, v, *seeds))
     values = None if values is None else values.to(device)
     start = keys if kind == "sums" else start
-    call = Call(values, None, None, None, kind, 3, start, 0.4, start >= keys, False)
+    how = {"zero": 3, "causal": start >= keys, "prune": False}
+    call = call_of(values, kind, start=start, scale=0.4, **how)
     forward, backward = kernel
     out, lse, *ranges = forward(q, k, v, call)
     to_values = values is not None

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from posenc.functional.biased import hide_padding
-from posenc.ops.attention import terms
-from posenc.ops.attention.biases import Call
+from posenc.ops.attention import op
+from posenc.ops.attention.biases import LevelFields
+from posenc.ops.attention.call import Call
 from support.attention import DEVICE, close
 from support.plans import planned
 
 SLOW = pytest.mark.slow
+OPS = op.OPS[LevelFields]
 CASES = {
     "square": {"size": (70, 70)},
     "unaligned": {"size": (33, 40)},
@@ -40,8 +42,10 @@ def given(
     levels = torch.randn(2, heads[0], queries, positions).to(DEVICE)
     ids = torch.sort(torch.randint(-1, 2, (2, keys)), -1)[0].to(DEVICE) if documents else None
     begin = None if starts is None else torch.tensor(starts, device=DEVICE)
-    call = Call(None, begin, *hide_padding(ids), "none", 0, keys - queries, 0.3, True, False)
-    return [q, k, v, levels], ids, call._replace(window=window)
+    first, last = hide_padding(ids)
+    start = keys - queries if begin is None else begin
+    how = {"scale": 0.3, "causal": True, "first": first, "last": last, "window": window}
+    return [q, k, v, levels], ids, Call.of(LevelFields(levels), start=start, **how)
 
 
 def written_down(tensors, ids, call):
@@ -81,16 +85,13 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
     g_lse = g_lse.masked_fill(lse == -torch.inf, 0.0)
     seen = lse.masked_fill(lse == -torch.inf, 0.0)
     grads = torch.autograd.grad((out, seen), wide, (g.double(), g_lse.double()))
-    where = call.arguments_without_values()
     if by == "kernel":
-        q, k, v, levels = tensors
-        arguments = q, k, v, *[None] * 5, levels, *where
-        results = planned(terms.terms_op, *arguments)
-        dq, dk, dv, *_, dl = planned(terms.terms_backward_op, g, g_lse, *results, *arguments)
-        found = dq, dk, dv, dl
+        given_too = *tensors[:3], *op.arguments(call._replace(to_bias=True))
+        results = planned(OPS.forward, *given_too)
+        found = planned(OPS.backward, g, g_lse, *results, *given_too)
     else:
         q, k, v, levels = inputs = [x.clone().requires_grad_() for x in tensors]
-        results = terms.terms_op(q, k, v, *[None] * 5, levels, *where)
+        results = op.attend(q, k, v, call._replace(bias=LevelFields(levels)))
         found = torch.autograd.grad(results, inputs, (g, g_lse))
     assert close(results[0].detach(), out.detach())
     assert close(results[1].detach(), lse.detach())
@@ -100,9 +101,14 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the backward pass is an op only where a kernel is")
 def test_the_backward_op_passes_opcheck():
-    (q, k, v, levels), _, call = given((9, 12))
-    where = call.arguments_without_values()
-    arguments = (q, k, v, *[None] * 5, levels, *where)
-    out, lse = terms.terms_op(*arguments)
+    (q, k, v, _), _, call = given((9, 12))
+    given_too = q, k, v, *op.arguments(call._replace(to_bias=True))
+    out, lse = OPS.forward(*given_too)
     saved = torch.randn_like(out), None, out, lse
-    torch.library.opcheck(terms.terms_backward_op.overload, (*saved, *arguments))
+    torch.library.opcheck(OPS.backward.overload, (*saved, *given_too))
+
+
+def test_the_op_counts_from_the_query_backwards_only():
+    (q, k, v, _), _, call = given((9, 12))
+    with pytest.raises(ValueError, match=r"posenc::attend_levels: .* must fit"):
+        op.attend(q, k, v, call._replace(causal=False))

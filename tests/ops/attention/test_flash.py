@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ops.attention import test_attention, test_counted, test_terms
 from posenc.ops import execute, native
-from posenc.ops.attention.biases import Call
-from posenc.ops.attention.op import attend_op
+from posenc.ops.attention import op
 from posenc.ops.plan import Operand, Plan, layout_of
-from support.attention import DEVICE, close, numbers_of
+from support.attention import DEVICE, call_of, close, numbers_of
 from support.flash import use_one_attention
-from support.plans import planned
+from support.plans import planned_attention
 
 pytest.importorskip("triton")
 SLOW = pytest.mark.slow
@@ -22,7 +21,7 @@ QUICK = {("square", "slopes"), ("symmetric", "table"), ("one-query-one-key", "su
 
 @pytest.fixture(autouse=True)
 def _one_attention(monkeypatch):
-    use_one_attention(monkeypatch.setattr, execute.target_of(torch.device(DEVICE)))
+    use_one_attention(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ class PaddedCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    values: Tensor | None
+    numbers: Tensor | None
     padding: Tensor
     out: Tensor
     lse: Tensor
@@ -109,9 +108,11 @@ def carried_out(plan_it, given, call, results):
         for place, (name, x) in enumerate(named.items())
     }
     plan = Plan(len(tensors), [layout_of(x) for x in results], given.q.device)
-    values = operands.get("values")
+    bias = call.bias
+    if "numbers" in operands:
+        bias = bias._replace(values=operands["numbers"])
     operands = given._replace(**operands)
-    plan_it(operands, call._replace(values=values), plan, execute.target_of(given.q.device))
+    plan_it(operands, call._replace(bias=bias), plan, execute.target_of(given.q.device))
     return execute.execute(plan, tensors, call.start)
 
 
@@ -130,7 +131,7 @@ def test_hidden_keys(kind, queries):
     values = numbers_of(kind, 2, keys, batch=1, columns=40, steep=1.0)
     values = None if values is None else values.to(DEVICE)
     start = keys - queries - 10
-    call = Call(values, None, None, None, kind, 0, start, 0.25, True, False, to_values=True)
+    call = call_of(values, kind, start=start, scale=0.25, prune=False)._replace(to_bias=True)
 
     i = start + torch.arange(queries, device=DEVICE)[:, None]
     j = torch.arange(keys, device=DEVICE)
@@ -152,8 +153,8 @@ def test_hidden_keys(kind, queries):
     unused = torch.empty(0, dtype=torch.int32, device=DEVICE)
     out, lse, _ = carried_out(plans.plan_forward, empty, call, (empty.out, lse, unused))
     given = empty._replace(out=out, lse=lse)
-    to = unused if values is None else values
-    results = carried_out(plans.plan_backward, given, call, (q, k, v, to))
+    to_bias = [] if values is None else [values]
+    results = carried_out(plans.plan_backward, given, call, (q, k, v, *to_bias))
     assert queries == 3 or nothing.any()
     assert close(out, wanted.detach())
     for got, true in zip(results, grads, strict=False):
@@ -181,8 +182,8 @@ def test_both_executors_give_the_same_bits(kind, size):
     values = numbers_of(kind, 2, keys, batch=1, columns=40, steep=1.0)
     values = None if values is None else values.to(DEVICE)
     start = keys - queries
-    call = Call(values, None, None, None, kind, 0, start, 0.125, True, True).arguments()
-    wanted = planned(attend_op, q, k, v, *call)
+    call = call_of(values, kind, start=start, scale=0.125)
+    wanted = planned_attention(q, k, v, call)
     for _ in "ab":
-        results = attend_op(q, k, v, *call)
+        results = op.attend(q, k, v, call)
         assert all(torch.equal(x, y) for x, y in zip(results[:2], wanted[:2], strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import posenc
-from posenc.ops.attention import terms
+from posenc.functional import biased
 from support.assertions import assert_exports, compilations
 
 MODULES = {
@@ -20,7 +20,7 @@ MODULES = {
 @pytest.fixture
 def module(request, monkeypatch):
     """A module whose calls go to the op of the kernels, which has operations of torch here."""
-    monkeypatch.setattr(terms, "has_kernel", lambda q, v, bias: True)
+    monkeypatch.setattr(biased, "has_kernel", lambda q, v, bias: True)
     return MODULES[request.param]()
 
 

@@ -7,13 +7,12 @@ import oracles
 from posenc.attention import alibi_attention, alibi_reach, bound_scores
 from posenc.functional import alibi_bias, alibi_slopes
 from posenc.ops.attention import chunked, pruning
-from posenc.ops.attention.biases import Call
-from support.attention import HEADS, STEEP, WIDTH, qkv
+from support.attention import HEADS, STEEP, WIDTH, call_of, qkv
 
 
-def call_of(kind, values, causal=True):
+def pruned(kind, values, causal=True):
     values = torch.atleast_2d(values) if kind == "slopes" else values
-    return Call(values, None, None, None, kind, 0, 0, WIDTH**-0.5, causal, prune=True)
+    return call_of(values, kind, start=0, scale=WIDTH**-0.5, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -26,7 +25,7 @@ def test_pruned_keys_move_the_output_by_less_than_half_an_ulp(dtype):
     slopes = alibi_slopes(HEADS, dtype=torch.float64, **STEEP)
     # Windows of this dtype: taken from its inputs, used on exact arithmetic.
     cut = [x.to(dtype) for x in (q, k, v)]
-    low, _ = pruning.needed_keys(cut[0], cut[1], call_of("slopes", slopes))
+    low, _ = pruning.needed_keys(cut[0], cut[1], pruned("slopes", slopes))
     bias = alibi_bias(slopes, 400, dtype=torch.float64)
     exact = oracles.attention(*cut, bias, WIDTH**-0.5)
     far = torch.arange(400) < low[..., None]
@@ -45,7 +44,7 @@ def test_scores_as_adverse_as_the_bound_allows_are_still_within_it(dtype):
     q = torch.full((1, 1, 300, WIDTH), 1.5, dtype=torch.float64)
 
     def left_out(k):
-        low = pruning.needed_keys(q.to(dtype), k.to(dtype), call_of("slopes", slopes))[0]
+        low = pruning.needed_keys(q.to(dtype), k.to(dtype), pruned("slopes", slopes))[0]
         return key < low[0, 0, 299]
 
     # The own key is against the query from the start: it decides how far others can be above it.
@@ -69,7 +68,7 @@ def test_keys_pruned_by_running_sums_have_no_weight(dtype, shape, causal):
     steps = torch.randn(2, HEADS, 300, dtype=torch.float64)
     sums = (-steps.abs() if shape == "falling" else 4 * steps).cumsum(-1)
 
-    low, high = pruning.needed_keys(q, k, call_of("sums", sums, causal))
+    low, high = pruning.needed_keys(q, k, pruned("sums", sums, causal))
 
     index = torch.arange(300)
     left_out = (index < low[..., None]) | (index > high[..., None])

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import posenc
+from posenc.functional import biased
 from posenc.functional.biased import hide_padding
-from posenc.ops.attention import terms
-from posenc.ops.attention.biases import Call
+from posenc.ops.attention import op
+from posenc.ops.attention.biases import NetworkFields, VectorFields
+from posenc.ops.attention.call import Call
 from support.attention import DEVICE, close, written_down
 from support.plans import planned
 
@@ -64,11 +66,13 @@ def given(
     vectors = torch.randn(2, rows, 1 if shared else heads[0], width[0]).to(DEVICE)
     ids = torch.sort(torch.randint(-1, 2, (2, keys)), -1)[0].to(DEVICE) if documents else None
     begin = None if starts is None else torch.tensor(starts, device=DEVICE)
-    call = Call(None, begin, *hide_padding(ids), "none", 0, keys - queries, 0.3, causal, False)
+    first, last = hide_padding(ids)
+    start = keys - queries if begin is None else begin
+    how = {"scale": 0.3, "causal": causal, "first": first, "last": last, "window": window}
     # If own, the vectors are for q and k themselves.
-    tensors = [q, k, v, p if has[0] and not own else None, m if has[1] and not own else None]
-    tensors += [x if one else None for x, one in zip(vectors, has, strict=True)]
-    network = None
+    p, m = (x if one and not own else None for x, one in zip((p, m), has, strict=True))
+    for_queries, for_keys = (x if one else None for x, one in zip(vectors, has, strict=True))
+    bias = VectorFields(p, m, for_queries, for_keys, zero)
     if knots:
         # Minus c, and L; units with knots among the values of x, one that is always above zero and
         # one that is never; outputs.
@@ -77,28 +81,31 @@ def given(
         low[-2:], slopes[-2:] = torch.tensor([0.3, -0.3]), torch.tensor([0.2, -0.2])
         ends, outputs = torch.stack((low, low + slopes)), torch.randn(1 + knots, heads[0])
         network = torch.cat((torch.tensor([-0.7, 25.3]), ends.flatten(), outputs.flatten()))
-        network = network.to(DEVICE)
-    tensors += [network, None]
-    return tensors, zero, ids, call._replace(window=window)
+        bias = NetworkFields(network.to(DEVICE))
+    return [q, k, v], ids, Call.of(bias, start=start, **how)
 
 
-def wanted(tensors, zero, ids, call):
+def wanted(inputs, bias, ids, call):
     """Output and log-sum-exp in float64, every score by its definition."""
-    q, k, v, p, m, for_queries, for_keys, network, _ = tensors
+    q, k, v = inputs
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     starts = torch.tensor([call.start] * 2, device=DEVICE) if call.starts is None else call.starts
     own = starts[:, None] + torch.arange(queries, device=DEVICE)
     distance = own[:, :, None] - torch.arange(keys, device=DEVICE)
     # Further channels of q and k give the products with the vectors of each pair.
-    bias = q.new_zeros(2, heads, queries, keys)
-    p, m = q if p is None else p, k if m is None else m
-    for x, vectors, form in ((p, for_queries, "bhid"), (m, for_keys, "bhjd")):
+    added = q.new_zeros(2, heads, queries, keys)
+    sides = []
+    if isinstance(bias, VectorFields):
+        p, m = q if bias.p is None else bias.p, k if bias.m is None else bias.m
+        sides = [(p, bias.for_queries, "bhid"), (m, bias.for_keys, "bhjd")]
+    for x, vectors, form in sides:
         if vectors is not None:
-            row = (distance + zero).clamp(0, len(vectors) - 1)
+            row = (distance + bias.zero).clamp(0, len(vectors) - 1)
             of_pairs = vectors.expand(-1, heads, -1)[row]
             x = x.repeat_interleave(heads // x.shape[1], 1)
-            bias = bias + torch.einsum(f"{form},bijhd->bhij", x, of_pairs)
-    if network is not None:
+            added = added + torch.einsum(f"{form},bijhd->bhij", x, of_pairs)
+    if isinstance(bias, NetworkFields):
+        network = bias.network
         units = (len(network) - 2 - heads) // (2 + heads)
         c, least, low, high, *outputs = network.split((1, 1, units, units, *[heads] * (1 + units)))
         c = -c
@@ -109,10 +116,10 @@ def wanted(tensors, zero, ids, call):
         for at_0, at_1, output in zip(low, high, outputs[1:], strict=True):
             hidden = ((1 - x) * at_0 + x * at_1).clamp(min=0)[:, None]
             f = f + hidden * (output - outputs[0])[:, None, None]
-        bias = bias + f / call.scale
+        added = added + f / call.scale
     columns = torch.eye(keys, dtype=q.dtype, device=DEVICE).expand(2, heads, -1, -1)
     q, k, v = (
-        torch.cat((q, bias), -1),
+        torch.cat((q, added), -1),
         torch.cat((k.repeat_interleave(heads // k.shape[1], 1), columns), -1),
         v,
     )
@@ -121,29 +128,36 @@ def wanted(tensors, zero, ids, call):
     return written_down(q, k, v, None, "none", documents=ids, window=call.window, **how)
 
 
+def with_tensors(bias, tensors):
+    """The fields of a bias with other tensors in the place of its own."""
+    others = iter(tensors)
+    return type(bias)(*[next(others) if isinstance(x, torch.Tensor) else x for x in bias])
+
+
 @EACH
 @pytest.mark.parametrize("by", ["kernel", "operations"])
 def test_results_and_gradients_are_those_of_the_definition(by, case):
     if by == "kernel":
         pytest.importorskip("triton")
-    tensors, zero, ids, call = given(**CASES[case])
-    wide = [x if x is None else x.double().requires_grad_() for x in tensors]
-    out, lse = wanted(wide, zero, ids, call)
+    inputs, ids, call = given(**CASES[case])
+    tensors = [*inputs, *[x for x in call.bias if isinstance(x, torch.Tensor)]]
+    wide = [x.double().requires_grad_() for x in tensors]
+    out, lse = wanted(wide[:3], with_tensors(call.bias, wide[3:]), ids, call)
     g, g_lse = torch.randn(out.shape).to(DEVICE), torch.randn(lse.shape).to(DEVICE)
     g_lse = g_lse.masked_fill(lse == -torch.inf, 0.0)
     seen = lse.masked_fill(lse == -torch.inf, 0.0)
-    present = [x for x in wide if x is not None]
-    grads = torch.autograd.grad((out, seen), present, (g.double(), g_lse.double()))
-    where = call._replace(zero=zero).arguments_without_values()
+    grads = torch.autograd.grad((out, seen), wide, (g.double(), g_lse.double()))
+    ops, where = op.OPS[type(call.bias)], op.arguments(call._replace(to_bias=True))
     if by == "kernel":
-        results = planned(terms.terms_op, *tensors, *where)
-        gradients = planned(terms.terms_backward_op, g, g_lse, *results, *tensors, *where)
-        found = [grad for grad, x in zip(gradients, tensors, strict=True) if x is not None]
+        results = planned(ops.forward, *inputs, *where)
+        dq, dk, dv, *to_bias = planned(ops.backward, g, g_lse, *results, *inputs, *where)
+        pairs = zip(call.bias, to_bias, strict=False)
+        found = [dq, dk, dv, *[grad for x, grad in pairs if x is not None]]
     else:
-        inputs = [x if x is None else x.clone().requires_grad_() for x in tensors]
-        results = terms.terms_op(*inputs, *where)
-        present = [x for x in inputs if x is not None]
-        found = torch.autograd.grad(results, present, (g, g_lse))
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        bias = with_tensors(call.bias, leaves[3:])
+        results = op.attend(*leaves[:3], call._replace(bias=bias))
+        found = torch.autograd.grad(results, leaves, (g, g_lse))
     assert close(results[0].detach(), out.detach())
     assert close(results[1].detach(), lse.detach())
     for got, want in zip(found, grads, strict=True):
@@ -152,39 +166,47 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
 
 @SLOW
 def test_the_ops_pass_opcheck():
-    tensors, zero, _, call = given((9, 12))
-    where = call._replace(zero=zero).arguments_without_values()
-    needed = [x if x is None else x.clone().requires_grad_() for x in tensors]
-    torch.library.opcheck(terms.terms_op.overload, (*needed, *where))
+    inputs, _, call = given((9, 12))
+    ops, where = op.OPS[VectorFields], op.arguments(call._replace(to_bias=True))
+    needed = [x.clone().requires_grad_() for x in inputs]
+    torch.library.opcheck(ops.forward.overload, (*needed, *where))
     if DEVICE == "cpu":
         return  # the backward pass is an op only where there is a kernel
-    out, lse = terms.terms_op(*tensors, *where)
+    out, lse = ops.forward(*inputs, *where)
     saved = torch.randn_like(out), None, out, lse
-    torch.library.opcheck(terms.terms_backward_op.overload, (*saved, *tensors, *where))
+    torch.library.opcheck(ops.backward.overload, (*saved, *inputs, *where))
 
 
 MISFITS = {
-    "no-vectors": {5: lambda x: x[:0]},
-    "narrow-vectors": {5: lambda x: x[:, :, :3]},
-    "fewer-vectors": {5: lambda x: x[:3]},
-    "vectors-of-float64": {6: lambda x: x.double()},
-    "queries-of-fewer-heads": {3: lambda x: x[:, :1]},
-    "queries-without-vectors": {5: lambda x: None},
-    "nothing": {n: lambda x: None for n in (3, 4, 5, 6)},
-    "a-network-of-seven-numbers": {7: lambda x: torch.ones(7, device=DEVICE)},
-    "a-network-and-vectors": {7: lambda x: torch.ones(10, device=DEVICE)},
-    "levels-and-vectors": {8: lambda x: torch.ones(2, 2, 9, 3, device=DEVICE)},
-    "narrow-keys": {1: lambda x: x[:, :, :, :3]},
+    "no-vectors": {"for_queries": lambda x: x[:0]},
+    "narrow-vectors": {"for_queries": lambda x: x[:, :, :3]},
+    "fewer-vectors": {"for_queries": lambda x: x[:3]},
+    "vectors-of-float64": {"for_keys": lambda x: x.double()},
+    "queries-of-fewer-heads": {"p": lambda x: x[:, :1]},
+    "queries-without-vectors": {"for_queries": lambda x: None},
+    "nothing": dict.fromkeys(("p", "m", "for_queries", "for_keys"), lambda x: None),
 }
 
 
 @pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
-def test_the_op_refuses_tensors_that_do_not_fit(change):
-    tensors, zero, _, call = given((9, 12))
-    for at, how in change.items():
-        tensors[at] = how(tensors[at])
-    with pytest.raises(ValueError, match="must fit"):
-        terms.terms_op(*tensors, *call._replace(zero=zero).arguments_without_values())
+def test_the_op_refuses_vectors_that_do_not_fit(change):
+    inputs, _, call = given((9, 12))
+    changed = {name: make(getattr(call.bias, name)) for name, make in change.items()}
+    with pytest.raises(ValueError, match=r"posenc::attend_vectors: .* must fit"):
+        op.attend(*inputs, call._replace(bias=call.bias._replace(**changed)))
+
+
+def test_the_op_refuses_keys_of_fewer_channels_than_queries():
+    (q, k, v), _, call = given((9, 12))
+    with pytest.raises(ValueError, match=r"posenc::attend_vectors: .* must fit"):
+        op.attend(q, k[..., :3], v, call)
+
+
+def test_the_op_refuses_a_network_of_another_number_of_heads():
+    inputs, _, call = given((9, 12), has=(False, False), knots=3)
+    bias = NetworkFields(call.bias.network[:-1])
+    with pytest.raises(ValueError, match=r"posenc::attend_network: .* must fit"):
+        op.attend(*inputs, call._replace(bias=bias))
 
 
 MODULES = {
@@ -216,7 +238,7 @@ def test_modules_tell_the_op_what_they_are(make, monkeypatch):
     q, k, v = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130, 16)
     found = []
     for by_op in (False, True):
-        monkeypatch.setattr(terms, "has_kernel", lambda *given, by_op=by_op: by_op)
+        monkeypatch.setattr(biased, "has_kernel", lambda *given, by_op=by_op: by_op)
         inputs = [x.double().requires_grad_() for x in (q, k, v)]
         out = module(*inputs)
         module.zero_grad()

@@ -8,7 +8,7 @@ line of numbers, seen with both strides one, is the whole matrix.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from posenc._contract.tracing import (
     has_native_bf16,
     without_autocast,
 )
-from posenc.ops.attention.biases import Call
+from posenc.ops.attention.biases import NUMBERS, DistanceTable, RunningSum, Slopes
+from posenc.ops.attention.call import Call
 from posenc.ops.attention.pruning import needed_keys
 
 # Queries of a piece, at least and at most: few skip more hidden keys, many multiply faster. At most
@@ -53,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 def backward(
-    g: Tensor, g_lse: Tensor | None, saved: Sequence[Tensor], call: Call, to_values: bool
+    g: Tensor, g_lse: Tensor | None, saved: Sequence[Tensor], call: Call, to_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the bias's numbers; see `op`."""
     q, k, v, out, lse = saved
@@ -62,7 +63,8 @@ def backward(
     # The weights of such a query are zero in the pieces, and not NaN.
     lse, g_lse = lse.masked_fill(sees_nothing, 0.0), g_lse.masked_fill(sees_nothing, 0.0)
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype).contiguous() for x in (q, k, v))
-    values = call.values if to_values else None
+    bias = call.bias
+    values = bias.values if to_bias and isinstance(bias, NUMBERS) else None
     # Contiguous, as the op promises, also if the values are a transpose.
     to = q.new_empty(0) if values is None else q.new_zeros(values.shape, dtype=_exact(q))
     # SDPA's kernel returns no gradients of the scores.
@@ -71,7 +73,7 @@ def backward(
         for some, alone in _sequences(call) if lse.numel() else ():
             of_rows = [_with_dense_rows(x[some].to(lse.dtype)) for x in (g, q, out, lse, g_lse)]
             k1, v1 = (_with_dense_rows(x[some].to(lse.dtype)) for x in (k, v))
-            to_bias = None if values is None else _BiasGradient(q[some], k, alone)
+            bias_gradient = None if values is None else _BiasGradient(q[some], k, alone)
             for piece in _pieces(q[some], k[some], alone, written=not flash):
                 queries, keys, mask, _ = piece
                 g1, q1, out1, lse1, g_lse1 = (x[queries].flip(2) for x in of_rows)
@@ -80,14 +82,14 @@ def backward(
                     to_q, to_k, to_v = cpu_flash_gradients(*given)
                 else:
                     to_q, to_k, to_v, to_scores = _gradients(*given, g_lse1)
-                    if to_bias is not None:
-                        to_bias.add(to_scores, piece)
+                    if bias_gradient is not None:
+                        bias_gradient.add(to_scores, piece)
                 dq[some][queries] = to_q.flip(2)
                 dk[some][keys].add_(to_k)
                 dv[some][keys].add_(to_v)
-            if to_bias is not None and values is not None:
-                batched = call.kind != "table" and len(values) > 1
-                to[some if batched else slice(None)] += to_bias.result()
+            if bias_gradient is not None and values is not None:
+                batched = not isinstance(bias, DistanceTable) and len(values) > 1
+                to[some if batched else slice(None)] += bias_gradient.result()
     dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
     return dq, dk, dv, to if values is None else to.to(values.dtype)
 
@@ -101,12 +103,14 @@ def _sequences(call: Call) -> Iterator[tuple[slice, Call]]:
     count = max(len(x) for x in given)
     starts = [call.start] if call.starts is None else call.starts.tolist()
 
-    def of(x: Tensor | None, b: int) -> Tensor | None:
+    def of(x: Any, b: int) -> Any:
         return x if x is None or len(x) == 1 else x[b : b + 1]
 
     for b in range(count):
-        values = call.values if call.kind == "table" or count == 1 else of(call.values, b)
-        alone = call._replace(values=values, starts=None, start=starts[min(b, len(starts) - 1)])
+        bias = call.bias
+        if isinstance(bias, (Slopes, RunningSum)) and count > 1:
+            bias = bias._replace(values=of(bias.values, b))
+        alone = call._replace(bias=bias, starts=None, start=starts[min(b, len(starts) - 1)])
         alone = alone._replace(first=of(call.first, b), last=of(call.last, b))
         yield slice(None) if count == 1 else slice(b, b + 1), alone
 
@@ -125,8 +129,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     flash = _has_flash(q, v)
     work = q.dtype if flash and native else wide
     may_see_nothing = call.first is not None
-    if call.kind == "table" and call.values is not None:
-        may_see_nothing = may_see_nothing or call.values.amin().item() == float("-inf")
+    if isinstance(call.bias, DistanceTable):
+        may_see_nothing = may_see_nothing or call.bias.values.amin().item() == float("-inf")
     result, (q1, k1, v1) = None, (_with_dense_rows(x.to(work)) for x in (q, k, v))
     for queries, keys, mask, _ in _pieces(q, k, call, written=not flash):
         attend = cpu_flash_attention if flash else _attend
@@ -221,14 +225,14 @@ class _BiasGradient:
         self.call = call
         self.distance = _distances(call, q.shape[2], k.shape[2], q.device)
         width = len(self.distance)
-        if call.kind == "sums" and call.values is not None:
-            width = call.values.shape[2]
+        if isinstance(call.bias, RunningSum):
+            width = call.bias.values.shape[2]
         self.sums = q.new_zeros((*q.shape[:2], width), dtype=_exact(q))
 
     def add(self, ds: Tensor, piece: Piece) -> None:
         """Add the gradient of a piece's scores: by place for running sums, else by distance."""
         _, heads, rows = piece.queries
-        if self.call.kind == "sums":
+        if isinstance(self.call.bias, RunningSum):
             # The sums of a query's scores would be the gradient of its log-sum-exp, but for the
             # rounding of the output; gradients of gates, which add all of these, would drift.
             start = self.call.start
@@ -244,15 +248,15 @@ class _BiasGradient:
 
     def result(self) -> Tensor:
         """The gradient, of the shape of the values."""
-        call, sums = self.call, self.sums
-        assert call.values is not None
-        if call.kind == "table":
-            columns = (self.distance + call.zero).clamp(0, call.values.shape[1] - 1)
-            to = torch.zeros_like(call.values, dtype=sums.dtype)
+        bias, sums = self.call.bias, self.sums
+        assert isinstance(bias, NUMBERS)
+        if isinstance(bias, DistanceTable):
+            columns = (self.distance + bias.zero).clamp(0, bias.values.shape[1] - 1)
+            to = torch.zeros_like(bias.values, dtype=sums.dtype)
             return to.index_add_(1, columns, sums.sum(0))
-        if call.kind == "slopes":
-            return -(sums * self.distance.abs()).sum(-1).sum_to_size(call.values.shape)
-        return sums.sum_to_size(call.values.shape)
+        if isinstance(bias, Slopes):
+            sums = -(sums * self.distance.abs()).sum(-1)
+        return sums.sum_to_size(bias.values.shape)
 
 
 def _distances(call: Call, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -272,7 +276,7 @@ def _pieces(q: Tensor, k: Tensor, call: Call, *, written: bool) -> Iterator[Piec
     """Cut the work; ``written`` says whether the caller writes all scores of a piece down."""
     batch, heads, queries, _ = q.shape
     shared = heads // k.shape[1]
-    pruned = call.prune and call.kind in ("slopes", "sums") and not is_dense(q, k)
+    pruned = call.prunes and not is_dense(q, k)
     size = min(CHUNK, max(ROWS, queries // 512 * 64), queries)
     bias = _Bias(q, k, call)
     ranges = _key_ranges(q, k, call._replace(prune=pruned), size)
@@ -326,8 +330,9 @@ class _Bias:
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.line = self._line(k.shape[2], q.device)
         self.sums: Tensor | None = None
-        if call.kind == "sums" and call.values is not None:
-            self.sums = call.values.to(torch.promote_types(call.values.dtype, self.wide))
+        if isinstance(call.bias, RunningSum):
+            sums = call.bias.values
+            self.sums = sums.to(torch.promote_types(sums.dtype, self.wide))
         self.seen = None
         if call.first is not None:
             self.seen = call.spans(self.queries, k.shape[2], q.device)
@@ -336,18 +341,18 @@ class _Bias:
 
     def _line(self, keys: int, device: torch.device) -> Tensor | None:
         """The bias at each distance, ``[1 or B, 1 or H, W]``; minus infinity for hidden keys."""
-        call, queries = self.call, self.queries
+        call, bias, queries = self.call, self.call.bias, self.queries
         # One query sees all keys of a causal line.
         causal = call.causal and call.start + 1 < min(keys, call.start + queries)
         hides = causal or call.first is not None or call.window is not None
-        if call.kind not in ("slopes", "table") and not hides:
+        if not isinstance(bias, (Slopes, DistanceTable)) and not hides:
             return None
         distance = _distances(call, queries, keys, device)
-        if call.kind == "slopes" and call.values is not None:
-            line = -call.values[..., None] * distance.abs()
-        elif call.kind == "table" and call.values is not None:
-            columns = (distance + call.zero).clamp(0, call.values.shape[1] - 1)
-            line = call.values[:, columns][None]
+        if isinstance(bias, Slopes):
+            line = -bias.values[..., None] * distance.abs()
+        elif isinstance(bias, DistanceTable):
+            columns = (distance + bias.zero).clamp(0, bias.values.shape[1] - 1)
+            line = bias.values[:, columns][None]
         else:
             line = torch.zeros_like(distance, dtype=self.wide)[None, None]
         line = line.to(self.wide)

@@ -1,12 +1,14 @@
-"""Attention as an op: its kernels, its gradients, and what a compiler needs to know of it.
+"""Attention as ops, a pair for each kind of bias: its kernels, its gradients, and its checks.
 
-On a GPU a call is a plan of `posenc.ops.attention.triton.attention`; elsewhere `chunked` serves.
+The fields of a kind are arguments of its ops, between q, k, v and what says which keys a query
+sees. On a GPU a call is a plan of `posenc.ops.attention.triton.plans`; elsewhere `chunked` serves
+biases of a few numbers, and the formula, with all scores at once, the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,9 +16,11 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.ops import execute
 from posenc.ops.attention import chunked
-from posenc.ops.attention.biases import Call
+from posenc.ops.attention.biases import KINDS, NUMBERS, PRUNED, Fields, NoBias, bias_of
+from posenc.ops.attention.biases.kind import fits
+from posenc.ops.attention.call import CAUSAL, CHUNKED, PRUNE, TO_BIAS, Call
 from posenc.ops.attention.rows import attend_dense
-from posenc.ops.op import Op, Size, Start, replaced
+from posenc.ops.op import Op, Size, Start, fields_of, replaced
 from posenc.ops.plan import Plan, Target
 from posenc.ops.rotation.rotation import check_devices, refuse
 
@@ -35,114 +39,54 @@ def fits_kernels(q: Tensor, v: Tensor) -> bool:
     return narrow and q.dtype != torch.float64 and min(q.shape[:3]) > 0
 
 
-class AttendCall(NamedTuple):
-    """Attention with a number for each distance; the fields are those of a `Call`."""
+class Inputs(NamedTuple):
+    """What a call begins with."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    values: Tensor | None
+
+
+class Results(NamedTuple):
+    """What a backward call begins with: the gradients, and the results of the forward pass."""
+
+    g: Tensor
+    g_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
+class Ranges(NamedTuple):
+    """The first and last key of each block of queries, if a kind prunes keys."""
+
+    ranges: Tensor
+
+
+class Sees(NamedTuple):
+    """What a call ends with: see `Call`."""
+
     starts: Tensor | None
     first: Tensor | None
     last: Tensor | None
     how: int
-    zero: Size
     start: Start
     scale: float
     left: Size
     right: Size
 
 
-class AttendBackwardCall(NamedTuple):
-    """The gradients of :class:`AttendCall`."""
-
-    g: Tensor
-    g_lse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    ranges: Tensor
-    values: Tensor | None
-    starts: Tensor | None
-    first: Tensor | None
-    last: Tensor | None
-    how: int
-    zero: Size
-    start: Size
-    scale: float
-    left: Size
-    right: Size
-
-
-def call_of(given: Any, values: Tensor | None) -> Call:
-    """The `Call` whose fields these are, unchecked."""
-    places = given.starts, given.first, given.last
-    numbers = given.how, given.zero, given.start, given.scale, given.left, given.right
-    return Call.from_arguments(values, *places, *numbers)
-
-
-def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Refuse a call that would lead kernels out of a tensor's memory.
-
-    The functions that users call say in full what is wrong.
-    """
+def arguments(call: Call) -> tuple[Any, ...]:
+    """The arguments of an op that are not tensors of attention itself."""
+    how = CAUSAL * call.causal | PRUNE * call.prune | CHUNKED * call.chunked
+    window = call.window or (-1, -1)
     places = call.starts, call.first, call.last
-    check_devices(who, q, k, v, call.values, *places)
-    if not (q.dim() == k.dim() == v.dim() == 4 and _fit(q, k, v, call)):
-        rule = "q (B, H, Q, D), k (B, Hk, K, D), v (B, Hk, K, Dv) and the others must fit together"
-        refuse(who, rule, q, k, v, call.values, *places)
+    return *call.bias, *places, how | TO_BIAS * call.to_bias, call.start, call.scale, *window
 
 
-def _fit(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    (batch, heads, queries, width), (kv_heads, keys) = q.shape, k.shape[1:3]
-    values, each_head = call.values, ((1, heads), (batch, heads))
-    if call.kind == "none" or values is None:
-        is_bias = call.kind == "none" and values is None
-    elif call.kind == "slopes":
-        is_bias = values.shape in each_head
-    elif call.kind == "table":
-        is_bias = values.dim() == 2 and len(values) == heads and 0 <= call.zero < values.shape[1]
-    else:
-        is_bias = values.dim() == 3 and values.shape[:2] in each_head and values.shape[2] >= keys
-
-    def are_integers(x: Tensor | None, *sizes: int) -> bool:
-        if x is None:
-            return True
-        return x.dtype == torch.int64 and x.shape in ((1, *sizes), (batch, *sizes))
-
-    return (
-        (k.shape[0], k.shape[3]) == (batch, width)
-        and k.shape[:3] == v.shape[:3]
-        and kv_heads > 0
-        and heads % kv_heads == 0
-        and (keys > 0 or queries == 0)
-        and q.dtype == k.dtype == v.dtype
-        and all(x is None or x.dtype in checks.FLOAT_DTYPES for x in (q, values))
-        and is_bias
-        and are_integers(call.starts)
-        and (call.first is None) == (call.last is None)
-        and are_integers(call.first, keys)
-        and are_integers(call.last, keys)
-    )
-
-
-def check_results(
-    who: str, q: Tensor, v: Tensor, g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    """Refuse results of a forward pass, and their gradients, that are not of these inputs."""
-    check_devices(who, q, g, g_lse, out, lse)
-    shape, wide = (*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32)
-    sums = lse if g_lse is None else g_lse
-    if not (
-        g.shape == out.shape == shape
-        and lse.shape == sums.shape == shape[:3]
-        and g.dtype == out.dtype == q.dtype
-        and lse.dtype == sums.dtype == wide
-    ):
-        rule = f"g and out must be {q.dtype}, {shape}, lse and g_lse {wide}, {shape[:3]}"
-        refuse(who, rule, g, out, lse, g_lse)
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp by the op of the bias."""
+    results = OPS[type(call.bias)].forward(q, k, v, *arguments(call))
+    return results[0], results[1]
 
 
 def differentiate(
@@ -170,140 +114,231 @@ def with_whole_places(call: Call) -> Call:
     return call._replace(starts=starts, first=first, last=last)
 
 
-def _run(given: AttendCall) -> tuple[Tensor, ...]:
-    q, k, v, call = given.q, given.k, given.v, call_of(given, given.values)
-    check_call("posenc::attend_by_distance", q, k, v, call)
-    out, lse = chunked.forward(q, k, v, with_whole_places(call))
-    return out, lse, q.new_zeros(_ranges_shape(q, call), dtype=torch.int32)
+def _joined(name: str, *parts: type, **others: Any) -> Any:
+    """A class of calls with the fields of several."""
+    hints: dict[str, Any] = {}
+    for part in parts:
+        hints |= get_type_hints(part, include_extras=True)
+    return NamedTuple(name, list((hints | others).items()))
 
 
-def _plan(given: AttendCall, plan: Plan, target: Target) -> None:
-    from posenc.ops.attention.triton import attention
+class AttentionOps:
+    """The ops of attention with a kind of bias: ``posenc::attend_`` and its name, and backward."""
 
-    call = call_of(given, given.values)
-    check_call("posenc::attend_by_distance", given.q, given.k, given.v, call)
-    attention.plan_forward(given, call, plan, target)
+    def __init__(self, kind: type[Fields]) -> None:
+        self.kind, self.name = kind, f"attend_{KINDS[kind]}"
+        self.is_chunked = kind in (NoBias, *NUMBERS)  # elsewhere than on a GPU
+        self.tensors = [field.name for field in fields_of(kind) if field.is_tensor]
+        self.prunes = issubclass(kind, PRUNED)
+        ranges = [Ranges] if self.prunes else []
+        call = _joined("AttendCall", Inputs, kind, Sees)
+        self.forward = Op(
+            self.name,
+            call,
+            self._results,
+            2 + len(ranges),
+            self._run,
+            self._operations,
+            plan=self._plan,
+            has_plan=self._has_plan,
+            save=self._save,
+            backward=self._gradients,
+            backward_call=self._backward_call,
+            has_cpu=False,
+        )
+        # The start of a backward pass is part of its plan.
+        call = _joined("AttendBackwardCall", Results, *ranges, Inputs, kind, Sees, start=Size)
+        self.backward = Op(
+            f"{self.name}_backward",
+            call,
+            self._results_backward,
+            3 + len(self.tensors),
+            self._run_backward,
+            self._run_backward,
+            plan=self._plan_backward,
+            has_plan=self._has_plan,
+            has_cpu=False,
+        )
+
+    def call_of(self, given: Any) -> Call:
+        """The `Call` of an op's arguments, unchecked."""
+        bias: Any = self.kind(*[getattr(given, name) for name in self.kind._fields])
+        causal, prune = bool(given.how & CAUSAL), bool(given.how & PRUNE)
+        window = None if given.left == given.right == -1 else (given.left, given.right)
+        places = given.starts, given.first, given.last
+        others = bool(given.how & CHUNKED), bool(given.how & TO_BIAS)
+        return Call(bias, *places, given.start, given.scale, causal, prune, window, *others)
+
+    def check(self, who: str, given: Any) -> Call:
+        """The call; refuse what would lead kernels out of a tensor's memory.
+
+        The functions that users call say in full what is wrong.
+        """
+        call, tensors = self.call_of(given), [x for x in given if isinstance(x, Tensor)]
+        check_devices(who, *tensors)
+        if not (given.q.dim() == given.k.dim() == given.v.dim() == 4 and _fit(given, call)):
+            rule = "q (B, H, Q, D), k (B, Hk, K, D), v (B, Hk, K, Dv) and the bias must fit"
+            refuse(who, f"{rule} together", *tensors)
+        return call
+
+    def check_backward(self, given: Any) -> Call:
+        """The call; refuse results of a forward pass, and gradients, that are not of its inputs."""
+        who = f"posenc::{self.name}_backward"
+        call = self.check(who, given)
+        q, v, g, g_lse, out, lse = given.q, given.v, given.g, given.g_lse, given.out, given.lse
+        shape, wide = (*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32)
+        sums = lse if g_lse is None else g_lse
+        if not (
+            g.shape == out.shape == shape
+            and lse.shape == sums.shape == shape[:3]
+            and g.dtype == out.dtype == q.dtype
+            and lse.dtype == sums.dtype == wide
+        ):
+            rule = f"g and out must be {q.dtype}, {shape}, lse and g_lse {wide}, {shape[:3]}"
+            refuse(who, rule, g, out, lse, g_lse)
+        if self.prunes:
+            shape = _ranges_shape(q, call)
+            if given.ranges.shape != shape or given.ranges.dtype != torch.int32:
+                refuse(who, f"ranges must be those of posenc::{self.name}, {shape}", given.ranges)
+        return call
+
+    def _results(self, given: Any) -> tuple[Tensor, ...]:
+        check_devices(f"posenc::{self.name}", *given)
+        q, v, call = given.q, given.v, self.call_of(given)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        results = q.new_empty((*q.shape[:3], v.shape[3])), lse
+        if not self.prunes:
+            return results
+        return *results, q.new_empty(_ranges_shape(q, call), dtype=torch.int32)
+
+    def _run(self, given: Any) -> tuple[Tensor, ...]:
+        call = self.check(f"posenc::{self.name}", given)
+        if not self.is_chunked:
+            return self._operations(given)
+        results = chunked.forward(given.q, given.k, given.v, with_whole_places(call))
+        return self._with_ranges(given, call, results)
+
+    def _operations(self, given: Any) -> tuple[Tensor, ...]:
+        q, k, v, call = given.q, given.k, given.v, self.call_of(given)
+        return self._with_ranges(given, call, attend_dense(q, k, v, call, bias_of(call.bias, q, k)))
+
+    def _with_ranges(
+        self, given: Any, call: Call, results: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        if not self.prunes:
+            return results
+        return *results, given.q.new_zeros(_ranges_shape(given.q, call), dtype=torch.int32)
+
+    def _has_plan(self, given: Any) -> bool:
+        return has_kernel(given.q, given.v) and not self.call_of(given).chunked
+
+    def _plan(self, given: Any, plan: Plan, target: Target) -> None:
+        from posenc.ops.attention.triton import plans
+
+        call = self.check(f"posenc::{self.name}", given)
+        plans.plan_forward(given, call, plan, target)
+
+    def _plan_backward(self, given: Any, plan: Plan, target: Target) -> None:
+        from posenc.ops.attention.triton import plans
+
+        plans.plan_backward(given, self.check_backward(given), plan, target)
+
+    def _run_backward(self, given: Any) -> tuple[Tensor, ...]:
+        call = with_whole_places(self.check_backward(given))
+        if not self.is_chunked:
+            rule = "there must be a kernel for the device, the dtype and the width of q"
+            refuse(f"posenc::{self.name}_backward", rule, given.g)
+        saved = given.q, given.k, given.v, given.out.contiguous(), given.lse.contiguous()
+        *results, to = chunked.backward(given.g, given.g_lse, saved, call, call.to_bias)
+        return tuple(results) if self.kind is NoBias else (*results, to)
+
+    def _results_backward(self, given: Any) -> tuple[Tensor, ...]:
+        """The gradients of q, k, v and the bias; an op cannot return None in place of a tensor."""
+        check_devices(f"posenc::{self.name}_backward", *given)
+        to_bias = self.call_of(given).to_bias
+        inputs = [getattr(given, name) if to_bias else None for name in self.tensors]
+        none = [given.g.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+        return *[x.new_empty(x.shape) for x in (given.q, given.k, given.v)], *none
+
+    def _save(self, ctx: Any, given: Any, results: tuple[Tensor, ...]) -> None:
+        names = *Inputs._fields, *self.tensors, "starts", "first", "last"
+        ctx.call = replaced(given, dict.fromkeys(names))
+        ctx.save_for_backward(*[getattr(given, name) for name in names], *results)
+        ctx.set_materialize_grads(False)
+
+    def _gradients(
+        self, ctx: Any, g: Tensor | None, g_lse: Tensor | None, *_: Any
+    ) -> dict[str, Tensor | None]:
+        names = *Inputs._fields, *self.tensors
+        # A checkpoint computes them again when they are read, which it does once.
+        tensors = ctx.saved_tensors
+        saved = dict(zip((*names, "starts", "first", "last"), tensors, strict=False))
+        out, lse, *ranges = tensors[len(saved) :]
+        given = replaced(ctx.call, saved)
+        if torch.is_grad_enabled() or not (self.is_chunked or self._has_plan(given)):
+            # A gradient that is differentiated again consists of torch operations.
+            def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+                changed = replaced(given, dict(zip(names, inputs, strict=True)))
+                return self._operations(changed)[:2]
+
+            grads: Any = differentiate(run, [saved[name] for name in names], (g, g_lse))
+            return dict(zip(names, grads, strict=True))
+        g = torch.zeros_like(out) if g is None else g
+        needs = dict(zip(self.forward.names, ctx.needs_input_grad, strict=True))
+        # The kernels of vectors, networks and levels make their gradients in any case.
+        to_bias = not self.is_chunked or any(needs[name] for name in self.tensors)
+        given = given._replace(how=given.how | TO_BIAS * to_bias)
+        grads = self.backward(g, g_lse, out, lse, *ranges, *given)
+        return {
+            name: grad
+            for name, grad in zip(names, grads, strict=True)
+            if saved[name] is not None and (to_bias or name in Inputs._fields)
+        }
+
+    def _backward_call(self, given: Any, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
+        """The call of the gradients, if the output alone has one."""
+        out, lse, *ranges = results
+        tensors = [getattr(given, name) for name in self.tensors]
+        is_recorded = any(x is not None and x.requires_grad for x in tensors)
+        to_bias = is_recorded or not self.is_chunked
+        given = given._replace(how=given.how | TO_BIAS * to_bias)
+        return self.backward, (torch.empty_like(out), None, out, lse, *ranges, *given)
+
+
+def _fit(given: Any, call: Call) -> bool:
+    q, k, v = given.q, given.k, given.v
+    (batch, heads, queries, width), (kv_heads, keys) = q.shape, k.shape[1:3]
+    sizes = {"B": batch, "H": heads, "Hk": kv_heads, "Q": queries, "K": keys, "D": width}
+
+    def are_integers(x: Tensor | None, *sizes: int) -> bool:
+        if x is None:
+            return True
+        return x.dtype == torch.int64 and x.shape in ((1, *sizes), (batch, *sizes))
+
+    return (
+        (k.shape[0], k.shape[3]) == (batch, width)
+        and k.shape[:3] == v.shape[:3]
+        and kv_heads > 0
+        and heads % kv_heads == 0
+        and (keys > 0 or queries == 0)
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in checks.FLOAT_DTYPES
+        and fits(call.bias, sizes)
+        and call.bias.is_valid(q, k, call.causal)
+        and are_integers(call.starts)
+        and (call.first is None) == (call.last is None)
+        and are_integers(call.first, keys)
+        and are_integers(call.last, keys)
+    )
 
 
 def _ranges_shape(q: Tensor, call: Call) -> tuple[int, ...]:
     """Of the first and last key of each block of queries, if far keys are left out."""
     batch, heads, queries, _ = q.shape
     # A few queries are not pruned either; a compiler's graph serves all lengths.
-    blocks = (queries + RANGE - 1) // RANGE if call.prune and call.kind in ("slopes", "sums") else 0
+    blocks = (queries + RANGE - 1) // RANGE if call.prunes else 0
     # One axis for blocks and both ends: a compiler would make a graph for one block alone.
     return batch, heads, 2 * blocks
 
 
-def _results(given: AttendCall) -> tuple[Tensor, ...]:
-    check_devices("posenc::attend_by_distance", *given)
-    q, v = given.q, given.v
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    ranges = _ranges_shape(q, call_of(given, given.values))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, q.new_empty(ranges, dtype=torch.int32)
-
-
-def _check_backward(given: AttendBackwardCall) -> Call:
-    who = "posenc::attend_by_distance_backward"
-    q, k, v, ranges, call = given.q, given.k, given.v, given.ranges, call_of(given, given.values)
-    check_call(who, q, k, v, call)
-    check_results(who, q, v, given.g, given.g_lse, given.out, given.lse)
-    shape = _ranges_shape(q, call)
-    if ranges.shape != shape or ranges.dtype != torch.int32:
-        refuse(who, f"ranges must be those of posenc::attend_by_distance, {shape}", ranges)
-    check_devices(who, q, ranges)
-    return call
-
-
-def _run_backward(given: AttendBackwardCall) -> tuple[Tensor, ...]:
-    call = with_whole_places(_check_backward(given))
-    saved = given.q, given.k, given.v, given.out.contiguous(), given.lse.contiguous()
-    to_values = call.to_values and call.values is not None
-    dq, dk, dv, to = chunked.backward(given.g, given.g_lse, saved, call, to_values)
-    return dq, dk, dv, to
-
-
-def _plan_backward(given: AttendBackwardCall, plan: Plan, target: Target) -> None:
-    from posenc.ops.attention.triton import attention
-
-    attention.plan_backward(given, _check_backward(given), plan, target)
-
-
-def _results_backward(given: AttendBackwardCall) -> tuple[Tensor, ...]:
-    check_devices("posenc::attend_by_distance_backward", *given)
-    q, k, v, values = given.q, given.k, given.v, given.values
-    to = q.new_empty(0)
-    if call_of(given, values).to_values and values is not None:
-        to = values.new_empty(values.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to
-
-
-def _operations(given: AttendCall) -> tuple[Tensor, ...]:
-    q, k, v, call = given.q, given.k, given.v, call_of(given, given.values)
-    out, lse = attend_dense(q, k, v, call)
-    return out, lse, q.new_empty(_ranges_shape(q, call), dtype=torch.int32)
-
-
-def _save(ctx: Any, given: AttendCall, results: tuple[Tensor, ...]) -> None:
-    tensors = "q", "k", "v", "values", "starts", "first", "last"
-    ctx.call = replaced(given, dict.fromkeys(tensors))
-    places = given.starts, given.first, given.last
-    ctx.save_for_backward(given.q, given.k, given.v, given.values, *places, *results)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(
-    ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any
-) -> dict[str, Tensor | None]:
-    q, k, v, values, starts, first, last, out, lse, ranges = ctx.saved_tensors
-    call = call_of(ctx.call._replace(starts=starts, first=first, last=last), values)
-    if torch.is_grad_enabled():
-        # A gradient that is differentiated again consists of torch operations.
-        def run(q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return attend_dense(q, k, v, call._replace(values=values))
-
-        both = differentiate(run, (q, k, v, values), (g, g_lse))
-        return dict(zip(("q", "k", "v", "values"), both, strict=True))
-    g = torch.zeros_like(out) if g is None else g
-    to_values = ctx.needs_input_grad[AttendCall._fields.index("values")]
-    call = call._replace(to_values=to_values)
-    dq, dk, dv, to = attend_backward_op(g, g_lse, q, k, v, out, lse, ranges, *call.arguments())
-    return {"q": dq, "k": dk, "v": dv, "values": to if to_values else None}
-
-
-def _backward_call(given: AttendCall, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
-    """The call of the gradients, if the output alone has one."""
-    call = call_of(given, given.values)
-    call = call._replace(to_values=given.values is not None and given.values.requires_grad)
-    given_too = given.q, given.k, given.v, *results
-    return attend_backward_op, (torch.empty_like(results[0]), None, *given_too, *call.arguments())
-
-
-def _has_plan(given: AttendCall | AttendBackwardCall) -> bool:
-    return has_kernel(given.q, given.v) and not call_of(given, given.values).chunked
-
-
-attend_op = Op(
-    "attend_by_distance",
-    AttendCall,
-    _results,
-    3,
-    _run,
-    _operations,
-    plan=_plan,
-    has_plan=_has_plan,
-    save=_save,
-    backward=_gradients,
-    backward_call=_backward_call,
-    has_cpu=False,
-)
-attend_backward_op = Op(
-    "attend_by_distance_backward",
-    AttendBackwardCall,
-    _results_backward,
-    4,
-    _run_backward,
-    _run_backward,
-    plan=_plan_backward,
-    has_plan=_has_plan,
-    has_cpu=False,
-)
+OPS = {kind: AttentionOps(kind) for kind in KINDS}

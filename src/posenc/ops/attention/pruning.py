@@ -10,7 +10,8 @@ from torch import Tensor
 from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import window_length
 from posenc.numerics.spans import Spans
-from posenc.ops.attention.biases import Call
+from posenc.ops.attention.biases import RunningSum, Slopes
+from posenc.ops.attention.call import Call
 
 # Norms, products and the kernels' own scores are sums in float32. With up to 2^14 channels each is
 # off by at most 2^-10 |q||k|, and the three together by less than this factor.
@@ -85,13 +86,13 @@ def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     queries, keys = q.shape[2], k.shape[2]
     seen = call.spans(queries, keys, q.device)
     gap = None
-    if call.prune and call.kind in ("slopes", "sums") and queries:
+    if call.prunes and queries:
         with torch.no_grad():
             offset = call.start if call.starts is None else call.starts
             gap = score_gap(q, k, _own_keys(k, queries, offset, seen.own), call.scale)
-    if gap is not None and call.kind == "sums" and call.values is not None:
-        return prune_sums(seen, call.values, gap, q.dtype, causal=call.causal)
-    slopes = torch.zeros(()) if call.values is None else call.values
+    if gap is not None and isinstance(call.bias, RunningSum):
+        return prune_sums(seen, call.bias.values, gap, q.dtype, causal=call.causal)
+    slopes = call.bias.values if isinstance(call.bias, Slopes) else torch.zeros(())
     return prune_keys(seen, slopes, gap, keys, q.dtype, causal=call.causal)
 
 

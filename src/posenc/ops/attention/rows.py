@@ -1,4 +1,4 @@
-"""Attention by torch operations, and the formula of every bias: the scores of some queries.
+"""Attention by torch operations, from the formula of a bias: the scores of some queries.
 
 A few queries at a time serve what no kernel computes: a bias that is a function, a mask, dropout.
 All scores at once serve exporters, and the derivatives that the kernels lack.
@@ -6,33 +6,31 @@ All scores at once serve exporters, and the derivatives that the kernels lack.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.qk_checks import UNBOUNDED
 from posenc._contract.tracing import in_transform, is_exporting, is_readable, without_autocast
-from posenc.numerics.spans import Spans, document_ends, gather_rows
+from posenc.numerics.spans import Spans, document_ends
 from posenc.ops.attention.biases import (
+    COUNTED,
+    NUMBERS,
     Bias,
-    Call,
     CopeLevels,
-    FireNetwork,
-    Places,
+    NoBias,
     Products,
     RowBias,
     check_bias,
-    check_places,
-    stored,
 )
+from posenc.ops.attention.biases.kind import Where, for_each_query_head
+from posenc.ops.attention.biases.row_bias import check_rows
+from posenc.ops.attention.call import Call
+from posenc.ops.attention.places import Places, check_places
 
-# The least c and threshold of a network: the product of two such is a normal number of float32.
-SMALLEST = 1e-15
 # Scores of a piece on the CPU, whose cache holds them, and on other devices; the most scores of a
 # call that are kept for the backward pass (64 MiB for each tensor of float32); and the fewest
 # queries that a window leaves in a piece.
@@ -45,14 +43,13 @@ def attend_by_rows(
     k: Tensor,
     v: Tensor,
     call: Call,
-    bias: Bias | None = None,
+    bias: NoBias | Bias,
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; long calls are computed again in the backward pass.
 
-    The numbers of a bias that has some are those of the call. The mask has four axes. A checkpoint
-    draws the same random numbers again.
+    The mask has four axes. A checkpoint draws the same random numbers again.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
@@ -67,8 +64,9 @@ def attend_by_rows(
     # A checkpoint has hooks, which neither torch.func nor an exporter takes.
     again = torch.is_grad_enabled() and not in_transform(q, k, v) and not is_exporting()
     again = again and (traced or batch * heads * queries * keys > KEPT)
-    of_keys = _products_of_keys(bias, call.scale)
-    piece = partial(_piece, who, call, bias, of_keys, dropout_p)
+    if isinstance(bias, Products):
+        bias = bias.with_products_of_keys(call.scale)
+    piece = partial(_piece, who, call, bias, dropout_p)
     if again:
         piece = partial(checkpoint, piece, use_reentrant=False)
     # A loop, or a slice, is traced for only one length: short calls have none, nor exported ones.
@@ -94,7 +92,7 @@ def attend_dense(
     k: Tensor,
     v: Tensor,
     call: Call,
-    bias: Bias | None = None,
+    bias: NoBias | Bias,
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
     who: str = "",
@@ -102,7 +100,7 @@ def attend_dense(
     """Attention and its log-sum-exp with all scores at once, and with every derivative."""
     (queries, keys), seen = (q.shape[2], k.shape[2]), call.spans(q.shape[2], k.shape[2], q.device)
     where = slice(0, queries), slice(0, keys)
-    return _piece(who, call, bias, None, dropout_p, q, k, v, seen, *where, mask)
+    return _piece(who, call, bias, dropout_p, q, k, v, seen, *where, mask)
 
 
 def _near_keys(call: Call, rows: slice, keys: int) -> slice:
@@ -118,8 +116,7 @@ def _near_keys(call: Call, rows: slice, keys: int) -> slice:
 def _piece(
     who: str,
     call: Call,
-    bias: Bias | None,
-    of_keys: Tensor | None,
+    bias: NoBias | Bias,
     dropout_p: float,
     q: Tensor,
     k: Tensor,
@@ -134,32 +131,25 @@ def _piece(
     with without_autocast(q):
         k, v = (for_each_query_head(x.to(wide), q.shape[1]) for x in (k, v))
         index = torch.arange(near.start, near.stop, device=q.device)
+        where = Where(seen.own, index, some, near, call.first, call.scale)
         scores = q.to(wide) * call.scale @ k.mT
-        if isinstance(bias, Products):
-            where = seen.own, index, some, near
-            scores = _add_products(scores, bias, call.scale, *where, of_keys)
-        elif isinstance(bias, FireNetwork):
-            scores = scores + network_rows(bias, call.first, seen.own, index).to(wide)
-        elif isinstance(bias, RowBias):
-            scores = scores + _checked(who, bias.rows(seen.own, index), scores).to(wide)
-        elif call.values is not None:
-            rows = bias_rows(call.kind, call.values, call.zero, seen.own, index)
-            scores = scores + rows.to(wide)
+        if not isinstance(bias, COUNTED):
+            scores = _add(who, scores, bias, where)
         sees_all = not call.causal and call.first is None and call.window is None
         scores = _hide(scores, None if sees_all else hidden_keys(seen, index), mask)
-        if isinstance(bias, CopeLevels):
-            # A hidden key has no gate.
-            scores = scores + level_rows(bias.values[:, :, some].to(wide), scores)
+        if isinstance(bias, COUNTED):
+            scores = _add(who, scores, bias, where)
         return _attend_scores(scores, v, q.dtype, dropout_p)
 
 
-def _checked(who: str, bias: Tensor, scores: Tensor) -> Tensor:
-    sizes = zip(getattr(bias, "shape", ()), scores.shape, strict=False)
-    if getattr(bias, "ndim", 0) != 4 or any(n != 1 and n != m for n, m in sizes):
-        rule = f"RowBias.rows must return a tensor of shape {tuple(scores.shape)}, or (1, ...)"
-        hint = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
-        checks.fail(who, rule, checks.describe(bias), hint)
-    return bias
+def _add(who: str, scores: Tensor, bias: NoBias | Bias, where: Where) -> Tensor:
+    """Scores plus the bias."""
+    if isinstance(bias, NoBias):
+        return scores
+    rows = bias.of(where, scores)
+    if isinstance(bias, RowBias):
+        check_rows(who, rows, scores)
+    return scores + rows.to(scores.dtype)
 
 
 def _hide(scores: Tensor, hidden: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -197,17 +187,6 @@ def hidden_keys(seen: Spans, index: Tensor) -> Tensor:
     """Whether a query does not see the keys at ``index``, ``[1 or B, 1, Q, k]``."""
     first, last = seen.first[:, None, :, None], seen.last[:, None, :, None]
     return (index < first) | (index > last)
-
-
-def for_each_query_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of ``heads`` heads of queries, ``[B, H, K, D]``, that share those of ``x``."""
-    shared = heads // x.shape[1]
-    if shared == 1:
-        return x
-    if not is_exporting():
-        return x.repeat_interleave(shared, 1)
-    # torch 2.11 takes two axes that become one for a constraint on the lengths.
-    return x.index_select(1, torch.arange(heads, device=x.device) // shared)
 
 
 def relative_bias(
@@ -270,198 +249,21 @@ def matrix_of(
     bias: Bias, places: Places, dtype: torch.dtype, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """The whole matrix of a checked bias, with the mask, ``[1 or B, H, Q, K]``."""
-    seen, first = places.spans(), None
+    seen, ends = places.spans(), document_ends(places.ids)
+    first = None if ends is None else torch.atleast_2d(ends[0])
     index = torch.arange(places.keys, device=seen.own.device)
     queries, keys = slice(0, places.queries), slice(0, places.keys)
     hidden = hidden_keys(seen, index)
     with without_autocast(index):
-        if isinstance(bias, Products):
+        like = torch.zeros((), dtype=dtype, device=index.device)
+        if isinstance(bias, NUMBERS):
+            bias = bias.as_fields(dtype)
+        elif isinstance(bias, Products):
             wide = torch.promote_types(bias.q.dtype, torch.float32)
-            nothing = bias.q.new_zeros((*bias.q.shape[:2], 1, 1), dtype=wide)
-            where = seen.own, index, queries, keys, _products_of_keys(bias, scale)
-            matrix = _add_products(nothing, bias, scale, *where)
+            bias, like = bias.with_products_of_keys(scale), like.to(wide)
         elif isinstance(bias, CopeLevels):
-            levels, (q, k) = bias.values, (x.to(bias.values.dtype) for x in bias[:2])
+            q, k = (x.to(bias.values.dtype) for x in bias[:2])
             scores = q * scale @ for_each_query_head(k, q.shape[1]).mT
-            matrix = level_rows(levels, _hide(scores, hidden, mask))
-        elif isinstance(bias, FireNetwork):
-            ends = document_ends(places.ids)
-            first = None if ends is None else torch.atleast_2d(ends[0])
-            matrix = network_rows(bias, first, seen.own, index)
-        elif isinstance(bias, RowBias):
-            matrix = bias.rows(seen.own, index)
-        else:
-            matrix = bias_rows(*stored(bias, dtype), seen.own, index)
-        return _hide(matrix.to(dtype), hidden, mask)
-
-
-def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: Tensor) -> Tensor:
-    """The bias of queries at key indices ``own``, ``[1 or B, n]``, to keys at ``index``, ``[k]``.
-
-    ``[1 or B, H, n, k]`` in the dtype of ``values``; nothing is hidden.
-    """
-    if values is None:
-        return own.new_zeros((1, 1, 1, 1), dtype=torch.float32)
-    distance = own[:, None, :, None] - index
-    if kind == "slopes":
-        return -values[..., None, None] * distance.abs()
-    if kind == "table":
-        return _table_rows(values, zero, own, index)
-    heads, batch = values.shape[1], own.shape[0] if values.shape[0] == 1 else values.shape[0]
-    at = own[:, None].expand(batch, heads, -1)
-    sums = values.expand(batch, -1, -1)
-    return sums.gather(2, at)[..., None] - sums[:, :, index][:, :, None]
-
-
-def _table_rows(table: Tensor, zero: int, own: Tensor, index: Tensor) -> Tensor:
-    """One line of numbers for all distances, and then a row of it for each query."""
-    count, keys = own.shape[1], index.shape[0]
-    if not count:
-        return table.new_zeros((1, table.shape[0], 0, keys))
-    line = own[:, -1:] - index[:1] - torch.arange(count + keys, device=own.device)
-    # The gradient of indexing may depend on the order of threads.
-    columns = (line + zero).clamp(0, table.shape[1] - 1)
-    values = embedding(columns, table.T).mT
-    return skew(values[:, :, None].expand(-1, -1, count, -1), keys)
-
-
-def skew(x: Tensor, width: int) -> Tensor:
-    """Move row ``r`` of ``x``, ``[..., n, w]``, left by ``n - 1 - r``, and keep ``width`` columns.
-
-    ``w`` is at least ``n + width``. Slices and views do it, so gradients are summed in one order.
-    """
-    n, w = x.shape[-2:]
-    moved = x.flatten(-2)[..., n - 1 : n - 1 + n * (w - 1)]
-    rows: Tensor = moved.unflatten(-1, (n, w - 1))
-    return rows[..., :width]
-
-
-def _add_products(
-    scores: Tensor,
-    bias: Products,
-    scale: float,
-    own: Tensor,
-    index: Tensor,
-    some: slice,
-    near: slice,
-    of_keys: Tensor | None,
-) -> Tensor:
-    """Scores plus the products of ``some`` queries, and of the keys ``near`` them, with vectors."""
-    wide = scores.dtype
-
-    def keys() -> Tensor:
-        return for_each_query_head(bias.k[:, :, near].to(wide), bias.q.shape[1])
-
-    if bias.shift is not None:
-        scores = scores + bias.shift.to(wide)[:, None] * scale @ keys().mT
-    if bias.for_queries is not None and own.shape[1]:
-        q = bias.q[:, :, some].to(wide) * scale
-        scores = scores + _by_queries(q, bias.for_queries, bias.rows, own, index)
-    if of_keys is not None:
-        scores = scores + _take(of_keys[..., near], bias.rows(own[..., None] - index), -2)
-    elif bias.for_keys is not None and own.shape[1]:
-        vectors = bias.for_keys * scale
-        scores = scores + _by_keys(keys(), vectors, bias.rows, own - index[:1])
-    return scores
-
-
-def _products_of_keys(bias: object, scale: float) -> Tensor | None:
-    """The products of all keys with all vectors, to compute them once for all queries.
-
-    None if :func:`_by_keys` needs fewer: it has, for each key, two for each query.
-    """
-    if not isinstance(bias, Products) or bias.for_keys is None:
-        return None
-    k, vectors = bias.k, bias.for_keys
-    if not k.is_cpu or is_exporting() or vectors.shape[0] > 2 * bias.q.shape[2]:
-        return None
-    wide = torch.promote_types(k.dtype, torch.float32)
-    with without_autocast(k):
-        of_heads = (vectors * scale).unflatten(-1, (-1, k.shape[3])).transpose(0, 1)
-        keys = for_each_query_head(k.to(wide), bias.q.shape[1])
-        products: Tensor = of_heads @ keys.mT
-    return products
-
-
-def _by_queries(
-    q: Tensor, vectors: Tensor, rows: Callable[[Tensor], Tensor], own: Tensor, index: Tensor
-) -> Tensor:
-    """The products of queries with the vectors of their keys, ``[B, H, n, k]``."""
-    keys = index.shape[0]
-    if q.is_cpu and not is_exporting() and vectors.shape[0] <= own.shape[1] + keys:
-        products = torch.einsum("bhnd,rhd->bhnr", q, vectors.unflatten(-1, (-1, q.shape[3])))
-        return _take(products, rows(own[..., None] - index), -1)
-    distance = own[:, -1:] - index[:1] - torch.arange(own.shape[1] + keys, device=q.device)
-    return skew(torch.einsum("bhnd,bwhd->bhnw", q, read_vectors(vectors, rows(distance), q)), keys)
-
-
-def _by_keys(k: Tensor, vectors: Tensor, rows: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
-    """The products of keys with the vectors of their queries, ``[B, H, n, k]``.
-
-    ``own`` counts from the first of these keys.
-    Blocks of as many keys as queries need the vectors of twice as many distances.
-    """
-    keys, size = k.shape[2], own.shape[1]
-    blocks = -(-keys // size)
-    k = pad(k, (0, 0, 0, blocks * size - keys)).unflatten(2, (blocks, size))
-    ends = size * torch.arange(1, blocks + 1, device=k.device)[:, None]
-    distance = own[:, :1, None] + 1 - ends + torch.arange(2 * size, device=k.device)
-    products = torch.einsum("bhkmd,bkwhd->bhkmw", k, read_vectors(vectors, rows(distance), k))
-    by_key: Tensor = skew(products, size).flatten(2, 3)[:, :, :keys]
-    return by_key.mT
-
-
-def _take(products: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """The products that ``rows``, ``[1 or B, n, k]``, name along ``dim``.
-
-    Only on the CPU has the gradient of gather the same bits in every run.
-    """
-    return products.gather(dim, rows[:, None].expand(*products.shape[:2], -1, -1))
-
-
-def read_vectors(vectors: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """The vectors of these rows, ``[..., 1 or H, D]``."""
-    # The gradient of indexing may depend on the order of threads.
-    read: Tensor = embedding(rows, vectors).unflatten(-1, (-1, like.shape[-1]))
-    return read
-
-
-def level_rows(levels: Tensor, scores: Tensor) -> Tensor:
-    """CoPE's bias: levels at the positions that gates of the scores count, ``[B, H, n, k]``."""
-    # Count from the query backwards.
-    at = scores.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=levels.shape[3] - 1)
-    # A score that is NaN has a position that is NaN, and so a bias; its ends are any that exist.
-    known = at.detach().nan_to_num()
-    below = known.floor()
-    ends = below.long(), known.ceil().long()
-    # The gradient of gather has the same bits in every run on the CPU; see _gather.
-    left, right = (
-        levels.gather(-1, end) if levels.is_cpu else _gather(levels, end) for end in ends
-    )
-    return torch.lerp(left, right, at - below)
-
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """``x.gather(-1, index)`` with a gradient that is sorted, and so repeats, on CUDA."""
-    rows = torch.arange(x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
-    return x.flatten(0, -2)[rows, index]
-
-
-def network_rows(bias: FireNetwork, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
-    """The network for each query and key, ``[1 or B, H, n, k]``."""
-    # The ratio has a limit where either is zero, but no value.
-    c, least = (x.abs().clamp(min=SMALLEST) for x in (bias.c, bias.threshold))
-    position = own
-    if first is not None:
-        position = own - gather_rows(first, own.clamp(0, first.shape[1] - 1))
-    longest = position.to(c.dtype).maximum(least)
-    x = (c * (own[..., None] - index).abs()).log1p() / (c * longest).log1p()[..., None]
-    low, high = bias.units[..., None]
-    hidden = (low + x.flatten(1)[:, None] * (high - low)).relu()
-    base = bias.outputs[0]
-    # Heads before keys, also in memory. Where heads are last, Inductor of torch 2.11 computes the
-    # greatest score of several heads in one vector, and writes as many as fit into a vector.
-    weights = (bias.outputs[1:] - base).T.expand(x.shape[0], -1, -1)
-    result = torch.baddbmm(base[:, None], weights, hidden)
-    rows: Tensor = result.unflatten(-1, x.shape[1:])
-    return rows
+            like = _hide(scores, hidden, mask)
+        where = Where(seen.own, index, queries, keys, first, scale)
+        return _hide(bias.of(where, like).to(dtype), hidden, mask)

@@ -15,7 +15,7 @@ import triton
 from posenc.ops.attention.triton import attention_backward, attention_forward, attention_parts
 from posenc.ops.plan import Operand, Plan, Target, strides
 
-KINDS = {"none": 0, "slopes": 1, "table": 2, "sums": 3}
+KINDS = {"without_bias": 0, "slopes": 1, "table": 2, "sums": 3}
 LOG2E = math.log2(math.e)
 # Fewer keys than this are not pruned: the bounds would cost more than the keys.
 PRUNE_FROM = 1025
@@ -37,7 +37,7 @@ TO_TABLE = ((64, 4, 2), (64, 4, 2), (32, 4, 1), (32, 4, 1), (32, 4, 1))
 def plan_forward(given: Any, call: Any, plan: Plan, target: Target) -> None:
     """Make the output, the log-sum-exp, and the pruned ranges of keys, if they are pruned."""
     plan.least, plan.most = STARTS
-    out, lse, ranges = plan.results
+    out, lse, *ranges = plan.results
     q, k, v = (plan.with_dense_rows(x) for x in (given.q, given.k, given.v))
     call = with_whole_places(plan, call)
     if _is_short(q, k):
@@ -52,7 +52,7 @@ def plan_forward(given: Any, call: Any, plan: Plan, target: Target) -> None:
     m, n, warps, stages = _tile(FORWARD, q, v)
     spare = math.log2(8 * (1 if call.causal else 2) / torch.finfo(q.dtype).eps)
     arguments = (
-        q, k, v, out, lse, *inputs, norms, lows, ranges if prune else q, call.start,
+        q, k, v, out, lse, *inputs, norms, lows, ranges[0] if prune else q, call.start,
         call.scale * LOG2E, spare, *strides(q, k, v, out), *steps,
         *places_of(call), queries, keys, *_width_and_zero(call), -(-keys // CHUNK),
     )  # fmt: skip
@@ -112,7 +112,8 @@ def _plan_split(
     if parts > 1:
         part_out = plan.empty((parts, rows, v.shape[3]), torch.float32)
         part_lse = plan.empty((parts, rows), torch.float32)
-    others = [q if x is None else x for x in (call.values, call.starts, call.first, call.last)]
+    places = call.starts, call.first, call.last
+    others = [q if x is None else x for x in (_values(call), *places)]
     block_m = max(16, triton.next_power_of_2(heads // kv_heads * queries))
     constants = _constants(q, k, v, call) | {"WHOLE": parts == 1, "BLOCK_M": block_m}
     constants |= {"BLOCK_N": block_n if q.dtype.itemsize == 2 else 32}
@@ -130,28 +131,28 @@ def _plan_split(
 
 def plan_backward(given: Any, call: Any, plan: Plan, target: Target) -> None:
     """Make the gradients of q, k, v and the bias's numbers."""
-    dq, dk, dv, to = plan.results
+    dq, dk, dv, *to_bias = plan.results
     q, k, v, g = (plan.with_dense_rows(x) for x in (given.q, given.k, given.v, given.g))
     out, lse = whole(plan, given.out), whole(plan, given.lse)
-    ranges = whole(plan, given.ranges)
     to_lse = lse if given.g_lse is None else whole(plan, given.g_lse)
     call = with_whole_places(plan, call)
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    to_values = call.to_values and call.values is not None
+    to_values = call.to_bias and bool(to_bias)
+    kind = call.kind
     delta = plan.empty(lse.shape, lse.dtype)
     inputs, steps = _inputs(q, call, plan)
     prune = _prunes(q, k, call)
     rows_too, first_too, nearest, furthest = to_values, False, 0, -1
-    if to_values and call.kind == "table":
+    if to_values and kind == "table":
         nearest, furthest, rows_too = _distances(q, k, call)
         first_too = not call.causal
     # Running sums have a gradient for each row, other numbers a part of theirs for each block.
-    rows = queries if call.kind == "sums" else -(-queries // _tile(TO_QUERIES, q, v)[0])
+    rows = queries if kind == "sums" else -(-queries // _tile(TO_QUERIES, q, v)[0])
     shape = batch, heads, rows
     by_row = plan.empty(shape, lse.dtype) if rows_too else lse
     before_first = plan.empty(shape, lse.dtype) if first_too else lse
-    by_key = plan.empty((batch, heads, keys), lse.dtype) if call.kind == "sums" else lse
-    pruned = ranges if prune else q
+    by_key = plan.empty((batch, heads, keys), lse.dtype) if kind == "sums" else lse
+    pruned = whole(plan, given.ranges) if prune else q
     numbers = *places_of(call), queries, keys, *_width_and_zero(call), -(-queries // RANGE)
     constants = _constants(q, k, v, call)
     constants |= {"PTX": target.vendor == "nvidia", "PRUNE": RANGE if prune else 0}
@@ -179,7 +180,8 @@ def plan_backward(given: Any, call: Any, plan: Plan, target: Target) -> None:
     launch(attention_backward.to_keys, tile, owned, k.shape[1], tensors, strided, **narrow)
     if not to_values:
         return
-    if call.kind == "sums":
+    (to,) = to_bias
+    if kind == "sums":
         _sum_gradient(by_key, by_row, to, call, plan)
         return
     width, zero = _width_and_zero(call)
@@ -197,7 +199,7 @@ def plan_backward(given: Any, call: Any, plan: Plan, target: Target) -> None:
     options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
     plan.launch(attention_backward.to_table, (diagonals, heads), arguments, constants, **options)
     # Slopes may be those of each sequence.
-    owners = len(call.values) if width else call.values.numel()
+    owners = len(_values(call)) if width else _values(call).numel()
     constants = {"BLOCK": block, "HAS_FIRST": first_too, "HAS_LAST": rows_too}
     sequences = batch * heads // owners
     fold = (width or 1, zero, nearest, furthest, diagonals, sequences, rows)
@@ -242,8 +244,7 @@ def _distances(q: Operand, k: Operand, call: Any) -> tuple[int, int, bool]:
 
 def _prunes(q: Operand, k: Operand, call: Any) -> bool:
     """Whether far keys are left out."""
-    wanted = call.prune and call.kind in ("slopes", "sums")
-    return wanted and k.shape[2] >= PRUNE_FROM and not _is_short(q, k)
+    return call.prunes and k.shape[2] >= PRUNE_FROM and not _is_short(q, k)
 
 
 def _is_short(q: Operand, k: Operand) -> bool:
@@ -260,7 +261,7 @@ def _inputs(q: Operand, call: Any, plan: Plan) -> tuple[tuple[Operand, ...], tup
 
     In the first, ``q`` stands for what the call does not have; no kernel reads it there.
     """
-    values, steps = call.values, (0, 0)
+    values, steps = _values(call), (0, 0)
     if call.kind == "table":
         heads, width = values.shape
         size = width + 2 * attention_parts.PAD.value
@@ -277,18 +278,25 @@ def _inputs(q: Operand, call: Any, plan: Plan) -> tuple[tuple[Operand, ...], tup
     return tuple(found), steps
 
 
+def _values(call: Any) -> Any:
+    """The bias's numbers, or None."""
+    return getattr(call.bias, "values", None)
+
+
 def _steps(call: Any) -> tuple[int, int, int]:
     """Steps of the bias's numbers as they are: from batch, from head, and along a row."""
-    if call.values is None:
+    if (values := _values(call)) is None:
         return 0, 0, 0
     if call.kind == "slopes":
-        return *call.values.stride(), 0
-    return (0, *call.values.stride()) if call.kind == "table" else call.values.stride()
+        return *values.stride(), 0
+    return (0, *values.stride()) if call.kind == "table" else values.stride()
 
 
 def _width_and_zero(call: Any) -> tuple[int, int]:
     """The columns of a table, or of sums: one for each key, and for queries past the keys."""
-    return (call.values.shape[-1], call.zero) if call.kind in ("table", "sums") else (0, 0)
+    if call.kind not in ("table", "sums"):
+        return 0, 0
+    return _values(call).shape[-1], getattr(call.bias, "zero", 0)
 
 
 def _tile(table: tuple[Any, ...], q: Operand, v: Operand) -> Any:

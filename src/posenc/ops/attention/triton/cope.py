@@ -323,7 +323,7 @@ class Prepared:
     """
 
     def __init__(self, given: Any, call: Any, plan: Plan) -> None:
-        tensors = given.q, given.k, given.v, given.levels
+        tensors = given.q, given.k, given.v, call.bias.levels
         self.q, self.k, self.v, self.levels = map(plan.with_dense_rows, tensors)
         self.plan, self.call = plan, with_whole_places(plan, call)
         places = self.call.starts, self.call.first, self.call.last
@@ -358,7 +358,7 @@ def plan_forward(given: Any, call: Any, plan: Plan) -> None:
 
 def plan_backward(given: Any, call: Any, plan: Plan) -> None:
     """Make the gradients of q, k, v and the levels."""
-    dq, dk, dv, dl = (plan.results[i] for i in (0, 1, 2, 8))
+    dq, dk, dv, dl = plan.results
     made, g = Prepared(given, call, plan), plan.with_dense_rows(given.g)
     q, k, v, levels = made.q, made.k, made.v, made.levels
     out, lse = whole(plan, given.out), whole(plan, given.lse)

@@ -806,17 +806,21 @@ class Prepared:
     def __init__(self, given: Any, call: Any, plan: Plan) -> None:
         self.plan, self.call = plan, with_whole_places(plan, call)
         self.q, self.k, self.v = (plan.with_dense_rows(x) for x in (given.q, given.k, given.v))
-        for_queries, for_keys = given.for_queries, given.for_keys
+        bias = call.bias
+        p, m, for_queries, for_keys = (
+            getattr(bias, name, None) for name in ("p", "m", "for_queries", "for_keys")
+        )
+        self.zero = getattr(bias, "zero", 0)
         self.has = for_queries is not None, for_keys is not None
         self.rows = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
         # Distances that there can be.
         self.reach = self.q.shape[2] + self.k.shape[2]
         self.curve = None
-        if given.network is not None:
-            self.curve = Curve(given.network, self.q.shape[1], self.reach, plan)
-        self.own = given.p is None, given.m is None
-        self.p = self.q if given.p is None else plan.with_dense_rows(given.p)
-        self.m = self.k if given.m is None else plan.with_dense_rows(given.m)
+        if call.kind == "network":
+            self.curve = Curve(bias.network, self.q.shape[1], self.reach, plan)
+        self.own = p is None, m is None
+        self.p = self.q if p is None else plan.with_dense_rows(p)
+        self.m = self.k if m is None else plan.with_dense_rows(m)
         self.e, self.f = (
             self.q if x is None else plan.with_dense_rows(x) for x in (for_queries, for_keys)
         )
@@ -868,7 +872,7 @@ class Prepared:
     ) -> None:
         """Launch a kernel on the tensors of the call and others."""
         call, q, k = self.call, self.q, self.k
-        sizes = (q.shape[2], k.shape[2], self.rows, call.zero, self.reach, *more)
+        sizes = (q.shape[2], k.shape[2], self.rows, self.zero, self.reach, *more)
         block, warps, stages = self._tile(kernel)
         units, block_u = (0, 1) if self.curve is None else (self.curve.units, self.curve.block)
         constants = constants_of(q, k, self.v, call) | {"CAUSAL": call.causal, "BLOCK": block}
@@ -893,7 +897,8 @@ def plan_forward(given: Any, call: Any, plan: Plan) -> None:
 
 def plan_backward(given: Any, call: Any, plan: Plan) -> None:
     """Make the gradients of q, k, v, p, m, ``for_queries``, ``for_keys`` and the network."""
-    dq, dk, dv, dp, dm, de, df, to_network, _ = plan.results
+    dq, dk, dv, *to_bias = plan.results
+    to = dict(zip(call.bias._fields, to_bias, strict=False))
     made, g = Prepared(given, call, plan), plan.with_dense_rows(given.g)
     out, lse = whole(plan, given.out), whole(plan, given.lse)
     of_lse = lse if given.g_lse is None else whole(plan, given.g_lse)
@@ -907,28 +912,28 @@ def plan_backward(given: Any, call: Any, plan: Plan) -> None:
         by_row = plan.empty((2, batch * heads, blocks, width), lse.dtype)
     if made.curve is not None:
         to_curve = plan.empty((batch * heads, blocks, 3, made.curve.block), lse.dtype)
-    to = dq, q if made.own[0] else dp
-    tensors = (*made.inputs, g, out, lse, of_lse, *made.places, *to, delta, by_row, to_curve)
+    to_q = dq, q if made.own[0] else to["p"]
+    tensors = (*made.inputs, g, out, lse, of_lse, *made.places, *to_q, delta, by_row, to_curve)
     grid = (blocks * batch * heads,)
     how = {"LSE_TOO": given.g_lse is not None}
-    made.launch(to_queries, scales, (g, out, *to), grid, tensors, **how)
+    made.launch(to_queries, scales, (g, out, *to_q), grid, tensors, **how)
     tiles = triton.cdiv(keys, made.block(to_keys))
     by_key = plan.empty((2, batch * heads, tiles, width), lse.dtype) if made.has[1] else lse
-    to_k = dk, dv, k if made.own[1] else dm
+    to_k = dk, dv, k if made.own[1] else to["m"]
     tensors = (*made.inputs, g, lse, delta, *made.places, *to_k, by_key)
     made.launch(to_keys, scales, (g, *to_k), (tiles * batch * k.shape[1],), tensors)
     if any(made.has):
-        _plan_vectors(made, (g, lse, delta), (by_row, by_key), (de, df))
+        _plan_vectors(made, (g, lse, delta), (by_row, by_key), (to["for_queries"], to["for_keys"]))
     if made.curve is not None:
-        made.curve.plan_gradient(to_curve, batch, to_network)
+        made.curve.plan_gradient(to_curve, batch, to["network"])
 
 
 def _plan_vectors(made: Prepared, above: Any, ends: Any, results: Any) -> None:
     """Make the gradients of the vectors."""
     plan, call, q, k = made.plan, made.call, made.q, made.k
     # Distances that are seen, and have a row between the first and the last.
-    low = max(1 - call.zero, 0 if call.causal else -q.shape[2] - k.shape[2])
-    high = min(made.rows - 2 - call.zero, q.shape[2] + k.shape[2])
+    low = max(1 - made.zero, 0 if call.causal else -q.shape[2] - k.shape[2])
+    high = min(made.rows - 2 - made.zero, q.shape[2] + k.shape[2])
     if call.starts is None:
         high = min(high, call.start + q.shape[2] - 1)
         low = max(low, call.start - k.shape[2] + 1)
@@ -956,7 +961,7 @@ def _plan_fold(
     """Make the gradient of vectors from those of diagonals, and from the sums at the ends."""
     (batch, heads), (_, count, size, width) = made.q.shape[:2], sums.shape
     parts = len(sums) // heads
-    numbers = (made.call.scale, made.rows, made.call.zero, low, high, count, parts)
+    numbers = (made.call.scale, made.rows, made.zero, low, high, count, parts)
     constants = {"HEADS": heads, "TOGETHER": heads // to.shape[1], "D": width}
     constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": size // 2, "BLOCK": 16}
     grid = triton.cdiv(made.rows, 16), to.shape[1]

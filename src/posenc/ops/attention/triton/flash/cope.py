@@ -9,7 +9,7 @@ of its key and of earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -250,10 +250,10 @@ TILES = (
 )
 
 
-def prepare(walks: Walks, given: Any) -> Prepared:
+def prepare(walks: Walks) -> Prepared:
     """Count the gates of a call."""
     plan, q, k = walks.plan, walks.q, walks.k
-    levels = plan.with_dense_rows(given.levels)
+    levels = plan.with_dense_rows(walks.call.bias.levels)
     wide = max(walks.width, levels.shape[3])
     at = (wide > 64) + (wide > 128) + (3 if walks.is_exact else 0)
     block, settings = TILES[at]
@@ -279,8 +279,9 @@ def prepare(walks: Walks, given: Any) -> Prepared:
 
 
 def gradient_of(
-    walks: Walks, prepared: Prepared, above: Above, results: Sequence[Operand]
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
 ) -> Gradient:
     """The gradient of levels, which the walk to queries makes."""
+    to_levels = rows_of(results["levels"])
     passed = walks.plan.empty(prepared.bias.counted.shape, torch.float32)
-    return Gradient(prepared.bias._replace(passed=passed, to_levels=rows_of(results[8])))
+    return Gradient(prepared.bias._replace(passed=passed, to_levels=to_levels))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -238,10 +238,10 @@ TILES = (
 )
 
 
-def prepare(walks: Walks, given: Any) -> Prepared:
+def prepare(walks: Walks) -> Prepared:
     """The curve of a network."""
     reach = walks.q.shape[2] + walks.k.shape[2]
-    found = Curve(given.network, walks.q.shape[1], reach, walks.plan)
+    found = Curve(walks.call.bias.network, walks.q.shape[1], reach, walks.plan)
     bias = Fire(
         hooks=hooks(HOOKS),
         lines=found.lines,
@@ -258,15 +258,11 @@ def prepare(walks: Walks, given: Any) -> Prepared:
     return Prepared(bias, TILES[at], found)
 
 
-# For few queries the curve is the same.
-prepare_few = prepare
-
-
 def gradient_of(
-    walks: Walks, prepared: Prepared, above: Above, results: Sequence[Operand]
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
 ) -> Gradient:
     """What the gradient of a network needs of each block of queries, and that gradient."""
-    found, to, batch = prepared.more, results[7], walks.q.shape[0]
+    found, to, batch = prepared.more, results["network"], walks.q.shape[0]
     shape = walks.sequences, walks.blocks(prepared.tiles.to_queries), 3, found.block
     by_block = walks.plan.empty(shape, torch.float32)
     bias = prepared.bias._replace(sums=by_block, lse=above.lse, g_lse=above.g_lse)

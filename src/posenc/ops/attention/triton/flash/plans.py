@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from posenc.ops.attention.call import Call
 from posenc.ops.attention.triton.flash import cope, fire, parts, slopes, sums, table, vectors
 from posenc.ops.attention.triton.flash.walks import (
     NOTHING,
@@ -34,79 +36,56 @@ def _prepare_none(walks: Walks) -> Prepared:
     return Prepared(NoBias(hooks(parts.NO_HOOKS)), walks.number_tiles())
 
 
-PREPARE = {
-    "none": _prepare_none,
-    "slopes": slopes.prepare,
-    "table": table.prepare,
-    "sums": sums.prepare,
-}
-# For few queries a table is read as it is.
-PREPARE_FEW = {**PREPARE, "table": table.prepare_few}
-GRADIENTS = {
-    "slopes": slopes.gradient_of,
-    "table": table.gradient_of,
-    "sums": sums.gradient_of,
+def _gradient_of_none(walks: Walks, prepared: Prepared, *_: Any) -> Gradient:
+    return Gradient(prepared.bias)
+
+
+class Kernels(NamedTuple):
+    """What a kind of bias does on a GPU."""
+
+    prepare: Callable[[Walks], Prepared]
+    gradient_of: Callable[..., Gradient]
+    # For few queries; None if the walk over all keys serves these too.
+    prepare_few: Callable[[Walks], Prepared | None]
+
+
+KINDS = {
+    "without_bias": Kernels(_prepare_none, _gradient_of_none, _prepare_none),
+    "slopes": Kernels(slopes.prepare, slopes.gradient_of, slopes.prepare),
+    "table": Kernels(table.prepare, table.gradient_of, table.prepare_few),
+    "sums": Kernels(sums.prepare, sums.gradient_of, sums.prepare),
+    "vectors": Kernels(vectors.prepare, vectors.gradient_of, vectors.prepare_few),
+    "network": Kernels(fire.prepare, fire.gradient_of, fire.prepare),
+    # The keys of few queries are not split: gates are counted one after the other.
+    "levels": Kernels(cope.prepare, cope.gradient_of, lambda walks: None),
 }
 
 
-def plan_forward(given: Any, call: Any, plan: Plan, target: Target) -> None:
-    """Make the output, the log-sum-exp, and the pruned ranges of keys, if they are pruned."""
+def plan_forward(given: Any, call: Call, plan: Plan, target: Target) -> None:
+    """Make the output, the log-sum-exp, and the pruned ranges of keys of a kind that prunes."""
     plan.least, plan.most = STARTS
-    out, lse, ranges = plan.results
-    walks = walks_of(given, call, plan, target)
-    if is_short(walks.q, walks.k):
-        launch_few(walks, PREPARE_FEW[call.kind](walks).bias, out, lse)
+    out, lse, *ranges = plan.results
+    walks, kernels = walks_of(given, call, plan, target), KINDS[call.kind]
+    if is_short(walks.q, walks.k) and (few := kernels.prepare_few(walks)) is not None:
+        launch_few(walks, few.bias, out, lse)
     else:
-        prepared = PREPARE[call.kind](walks)
-        is_pruned = prunes(walks.q, walks.k, call)
-        launch_forward(walks, prepared, out, lse, ranges if is_pruned else None)
+        pruned = ranges[0] if prunes(walks.q, walks.k, call) else None
+        launch_forward(walks, kernels.prepare(walks), out, lse, pruned)
 
 
-def plan_backward(given: Any, call: Any, plan: Plan, target: Target) -> None:
-    """Make the gradients of q, k, v and the bias's numbers."""
-    *results, to = plan.results
-    walks = walks_of(given, call, plan, target)
-    prepared, above = PREPARE[call.kind](walks), above_of(walks, given)
+def plan_backward(given: Any, call: Call, plan: Plan, target: Target) -> None:
+    """Make the gradients of q, k, v and the bias."""
+    dq, dk, dv, *to_bias = plan.results
+    walks, kernels = walks_of(given, call, plan, target), KINDS[call.kind]
+    prepared, above = kernels.prepare(walks), above_of(walks, given)
     gradient = Gradient(prepared.bias)
-    if call.to_values and call.values is not None:
-        gradient = GRADIENTS[call.kind](walks, prepared, to)
+    if call.to_bias:
+        to = dict(zip(call.bias._fields, to_bias, strict=False))
+        gradient = kernels.gradient_of(walks, prepared, above, to)
     ranges = whole(plan, given.ranges) if prunes(walks.q, walks.k, call) else NOTHING
-    launch_backward(walks, prepared.tiles, above, results, gradient, ranges)
+    launch_backward(walks, prepared.tiles, above, (dq, dk, dv), gradient, ranges)
 
 
-def prunes(q: Operand, k: Operand, call: Any) -> bool:
+def prunes(q: Operand, k: Operand, call: Call) -> bool:
     """Whether far keys are left out."""
-    wanted = call.prune and call.kind in ("slopes", "sums")
-    return wanted and k.shape[2] >= PRUNE_FROM and not is_short(q, k)
-
-
-def _terms_kind(given: Any) -> Any:
-    if given.levels is not None:
-        return cope
-    return vectors if given.network is None else fire
-
-
-def plan_terms_forward(given: Any, call: Any, plan: Plan, target: Target) -> None:
-    """Make the output and the log-sum-exp of vectors, a network or levels."""
-    plan.least, plan.most = STARTS
-    out, lse = plan.results
-    walks, kind = walks_of(given, call, plan, target), _terms_kind(given)
-    if is_short(walks.q, walks.k) and _has_few(walks, given):
-        launch_few(walks, kind.prepare_few(walks, given).bias, out, lse)
-    else:
-        launch_forward(walks, kind.prepare(walks, given), out, lse, None)
-
-
-def _has_few(walks: Walks, given: Any) -> bool:
-    """Whether the keys of few queries may be split: CoPE counts them one after the other."""
-    rows = walks.q.shape[1] // walks.k.shape[1] * walks.q.shape[2]
-    # Vectors for keys are read for each query.
-    return given.levels is None and (given.for_keys is None or rows <= 8)
-
-
-def plan_terms_backward(given: Any, call: Any, plan: Plan, target: Target) -> None:
-    """Make the gradients of q, k, v, and of what the kind of bias has."""
-    walks, kind = walks_of(given, call, plan, target), _terms_kind(given)
-    prepared, above = kind.prepare(walks, given), above_of(walks, given)
-    gradient = kind.gradient_of(walks, prepared, above, plan.results)
-    launch_backward(walks, prepared.tiles, above, plan.results[:3], gradient, NOTHING)
+    return call.prunes and k.shape[2] >= PRUNE_FROM and not is_short(q, k)

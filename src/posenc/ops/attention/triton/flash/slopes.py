@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,14 @@ import triton
 import triton.language as tl
 
 from posenc.ops.attention.triton.flash.parts import KEYS, LOG2E, NO_HOOKS, number_of
-from posenc.ops.attention.triton.flash.walks import NOTHING, Gradient, Prepared, Walks, hooks
+from posenc.ops.attention.triton.flash.walks import (
+    NOTHING,
+    Above,
+    Gradient,
+    Prepared,
+    Walks,
+    hooks,
+)
 from posenc.ops.plan import Constant, Operand
 
 
@@ -160,7 +168,7 @@ def fold_blocks(by_block, to, batch, blocks):
 
 def prepare(walks: Walks) -> Prepared:
     """The slopes of a call."""
-    values = walks.call.values
+    values = walks.call.bias.values
     bias = Slopes(
         hooks=hooks(HOOKS),
         slopes=values,
@@ -173,9 +181,11 @@ def prepare(walks: Walks) -> Prepared:
     return Prepared(bias, walks.number_tiles())
 
 
-def gradient_of(walks: Walks, prepared: Prepared, to: Operand) -> Gradient:
+def gradient_of(
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
+) -> Gradient:
     """A sum for each block of queries, and the sum of these."""
-    blocks = walks.blocks(prepared.tiles.to_queries)
+    to, blocks = results["values"], walks.blocks(prepared.tiles.to_queries)
     by_block = walks.plan.empty((*walks.q.shape[:2], blocks), torch.float32)
     sequences = walks.q.shape[0] if to.shape[0] == 1 else 1
     fold: Any = fold_blocks, (to.numel(),), (by_block, to, sequences, blocks), {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from posenc.ops.attention.triton.flash.parts import KEYS, LOG2E, NO_HOOKS, QUERI
 from posenc.ops.attention.triton.flash.walks import (
     NOTHING,
     OPTIONS,
+    Above,
     Gradient,
     Prepared,
     Walks,
@@ -254,7 +256,7 @@ def fold_sums(
 
 def prepare(walks: Walks) -> Prepared:
     """The sums of a call, split."""
-    plan, values = walks.plan, walks.call.values
+    plan, values = walks.plan, walks.call.bias.values
     batch, heads, width = values.shape
     chunks = -(-width // CHUNK.value)
     high, low = (plan.empty(values.shape, torch.float32) for _ in range(2))
@@ -277,12 +279,15 @@ def prepare(walks: Walks) -> Prepared:
     return Prepared(bias, walks.number_tiles())
 
 
-def gradient_of(walks: Walks, prepared: Prepared, to: Operand) -> Gradient:
+def gradient_of(
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
+) -> Gradient:
     """A key's sum lowers its scores, and a query's own raises all of its scores.
 
     The sums of a query's scores would be the gradient of its log-sum-exp, but for the rounding of
     the output in ``delta``; without that, gradients of gates, which add all of these, drift.
     """
+    to = results["values"]
     (batch, heads, queries), keys, sees = walks.q.shape[:3], walks.k.shape[2], walks.sees
     by_row = walks.plan.empty((batch, heads, queries), torch.float32)
     by_key = walks.plan.empty((batch, heads, keys), torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from posenc.ops.attention.triton.flash.parts import (
 from posenc.ops.attention.triton.flash.walks import (
     NOTHING,
     OPTIONS,
+    Above,
     Gradient,
     Prepared,
     Walks,
@@ -283,14 +285,14 @@ def fold_table(
 
 def prepare_few(walks: Walks) -> Prepared:
     """The table of a call as it is."""
-    values = walks.call.values
+    values = walks.call.bias.values
     bias = Table(
         hooks=hooks(HOOKS),
         padded=values,
         padded_h=values.stride(0),
         padded_t=values.stride(1),
         width=values.shape[1],
-        zero=walks.call.zero,
+        zero=walks.call.bias.zero,
         beyond_last=NOTHING,
         before_first=NOTHING,
         by_diagonal=NOTHING,
@@ -301,7 +303,7 @@ def prepare_few(walks: Walks) -> Prepared:
 
 def prepare(walks: Walks) -> Prepared:
     """The padded table of a call."""
-    values = walks.call.values
+    values = walks.call.bias.values
     heads, width = values.shape
     size = width + 2 * PAD.value
     padded = walks.plan.empty((heads, size), torch.float32)
@@ -312,9 +314,12 @@ def prepare(walks: Walks) -> Prepared:
     return found._replace(bias=found.bias._replace(padded=padded, padded_h=size, padded_t=1))
 
 
-def gradient_of(walks: Walks, prepared: Prepared, to: Operand) -> Gradient:
+def gradient_of(
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
+) -> Gradient:
     """Sums along diagonals, and of distances past the ends by blocks of queries."""
     plan, call, (batch, heads) = walks.plan, walks.call, walks.q.shape[:2]
+    to, zero = results["values"], call.bias.zero
     width, block = to.shape[1], prepared.tiles.to_bias[0]
     nearest, furthest, has_beyond = _distances(walks, width)
     diagonals = -(-(furthest - nearest) // block) + 1 if nearest <= furthest else 0
@@ -324,7 +329,7 @@ def gradient_of(walks: Walks, prepared: Prepared, to: Operand) -> Gradient:
     before = NOTHING if call.causal else plan.empty(shape, torch.float32)
     by_diagonal = plan.empty((heads, diagonals, 2 * block), torch.float32)
     bias = prepared.bias._replace(beyond_last=beyond, before_first=before, by_diagonal=by_diagonal)
-    numbers = width, call.zero, nearest, furthest, diagonals, batch, blocks
+    numbers = width, zero, nearest, furthest, diagonals, batch, blocks
     arguments = by_diagonal, before, beyond, to, *numbers
     fold = fold_table, (heads,), arguments, {"BLOCK": block}
     return Gradient(bias, (fold,), diagonals, nearest)
@@ -332,10 +337,10 @@ def gradient_of(walks: Walks, prepared: Prepared, to: Operand) -> Gradient:
 
 def _distances(walks: Walks, width: int) -> tuple[int, int, bool]:
     """The nearest and the furthest distance that is seen and has a column; if any is beyond it."""
-    call = walks.call
-    nearest = max(-call.zero, 0) if call.causal else -call.zero
+    call, zero = walks.call, walks.call.bias.zero
+    nearest = max(-zero, 0) if call.causal else -zero
     longest = max(walks.k.shape[2], call.start + walks.q.shape[2]) - 1
     if call.window is not None:
         nearest, longest = max(nearest, -call.window[1]), min(longest, call.window[0])
-    last = width - 1 - call.zero
+    last = width - 1 - zero
     return nearest, min(last, longest), last < longest

@@ -13,7 +13,7 @@ computed the products with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -548,17 +548,18 @@ def with_all(
     tl.store(to + places, products, mask=(t < count)[:, None] & (row < rows)[None, :])
 
 
-def prepare(walks: Walks, given: Any) -> Prepared:
+def prepare(walks: Walks) -> Prepared:
     """The vectors of a call, with the products at both ends."""
-    q, k, both = walks.q, walks.k, (given.for_queries, given.for_keys)
+    q, k, found = walks.q, walks.k, walks.call.bias
+    both = found.for_queries, found.for_keys
     at = (walks.width > 64) + (walks.width > 128) + (3 if walks.is_exact else 0)
     settings = _SETTINGS[at if at < 2 and None not in both else 2 + at]
     bias = Vectors(
         hooks=hooks(HOOKS),
-        queries=_side_of(walks, given.for_queries, given.p, q),
-        keys=_side_of(walks, given.for_keys, given.m, k),
+        queries=_side_of(walks, found.for_queries, found.p, q),
+        keys=_side_of(walks, found.for_keys, found.m, k),
         rows=next(len(x) for x in both if x is not None),
-        zero=walks.call.zero,
+        zero=found.zero,
         scale=float(walks.call.scale),
         size=walks.sequences,
         width=Constant(q.shape[3]),
@@ -571,13 +572,17 @@ def prepare(walks: Walks, given: Any) -> Prepared:
     return Prepared(bias, tiles)
 
 
-def prepare_few(walks: Walks, given: Any) -> Prepared:
+def prepare_few(walks: Walks) -> Prepared | None:
     """The vectors of a call of few queries, with the products of each query and all vectors."""
-    prepared = prepare(walks, given)
+    found, (_, heads, queries, _) = walks.call.bias, walks.q.shape
+    # Vectors for keys are read for each query.
+    if found.for_keys is not None and heads // walks.k.shape[1] * queries > 8:
+        return None
+    prepared = prepare(walks)
     side, q = prepared.bias.queries, walks.q
     if side is NOTHING:
         return prepared
-    own = q if given.p is None else walks.plan.with_dense_rows(given.p)
+    own = q if found.p is None else walks.plan.with_dense_rows(found.p)
     rows = prepared.bias.rows
     few = walks.plan.empty((*q.shape[:3], rows), torch.float32)
     constants = {"HEADS": q.shape[1], "M": 16, "N": 64, "PRECISION": walks.precision}
@@ -616,7 +621,7 @@ def _side_of(walks: Walks, found: Operand | None, x: Operand | None, like: Opera
 
 
 def gradient_of(
-    walks: Walks, prepared: Prepared, above: Above, results: Sequence[Operand]
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
 ) -> Gradient:
     """The gradients of p and m, sums at both ends by blocks, and sums of diagonals."""
     (batch, heads, queries, width), tiles = walks.q.shape, prepared.tiles
@@ -625,12 +630,11 @@ def gradient_of(
     count = 0 if furthest < nearest else -(-(furthest - nearest) // block) + 1
     # Short diagonals have parts, so that all processors have work.
     shares = max(min(256 // max(count * heads, 1), queries // (4 * block)), 1)
-    dp, dm, to_e, to_f = results[3:7]
     sides: dict[str, Any] = {}
     folds: list[tuple[Any, ...]] = []
     for name, to_x, to, size in (
-        ("queries", dp, to_e, tiles.to_queries[0]),
-        ("keys", dm, to_f, tiles.to_keys[1]),
+        ("queries", results["p"], results["for_queries"], tiles.to_queries[0]),
+        ("keys", results["m"], results["for_keys"], tiles.to_keys[1]),
     ):
         side = getattr(prepared.bias, name)
         if side is not NOTHING:
@@ -640,7 +644,7 @@ def gradient_of(
             place = NOTHING if side.x is NOTHING else rows_of(to_x)
             side = side._replace(to_x=place, to_ends=ends, to_vectors=sums)
             rows = prepared.bias.rows
-            numbers = walks.call.scale, rows, walks.call.zero, nearest, furthest, count
+            numbers = walks.call.scale, rows, walks.call.bias.zero, nearest, furthest, count
             constants = {"HEADS": heads, "TOGETHER": heads // to.shape[1], "D": width}
             constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": block, "BLOCK": 16}
             arguments = sums, ends, to, 0, *numbers, shares, blocks, batch
@@ -653,8 +657,9 @@ def gradient_of(
 def _distances(walks: Walks, rows: int) -> tuple[int, int]:
     """The nearest and the furthest distance that is seen and has a row between both ends."""
     call, queries, keys = walks.call, walks.q.shape[2], walks.k.shape[2]
-    nearest = max(1 - call.zero, 0 if call.causal else -queries - keys)
-    furthest = min(rows - 2 - call.zero, queries + keys)
+    zero = call.bias.zero
+    nearest = max(1 - zero, 0 if call.causal else -queries - keys)
+    furthest = min(rows - 2 - zero, queries + keys)
     if call.starts is None:
         furthest = min(furthest, call.start + queries - 1)
         nearest = max(nearest, call.start - keys + 1)
