@@ -309,12 +309,17 @@ def attend_last(
     scale: float,
     causal: bool,
     prune: bool,
+    padding: Tensor | None = None,
 ) -> Tensor:
-    """Attention of queries that are at the last keys; nothing is checked but DTensors."""
+    """Attention of queries that are at the last keys; nothing is checked but DTensors.
+
+    ``padding``, uint8 ``[1 or B, K]``, is zero for keys that are hidden; not for DTensors.
+    """
     how: Any = {"scale": scale, "causal": causal, "prune": prune}
     if sharding.is_sharded(q):
+        assert padding is None
         return attend("the patched model", q, k, v, bias, **how)[0]
-    call = Call.of(fields_of(bias, q), start=k.shape[2] - q.shape[2], **how)
+    call = Call.of(fields_of(bias, q), start=k.shape[2] - q.shape[2], padding=padding, **how)
     return run("the patched model", q, k, v, bias, call)[0]
 
 

@@ -174,9 +174,10 @@ def _local_bias(bias: Any, q: DTensor, batch: range, heads: range, keys: range) 
         values = DTensor.from_local(values, mesh, everywhere, run_check=False)
     partial_sums = [Partial() if isinstance(p, Shard) else Replicate() for p in q.placements]
     values = values.redistribute(placements=everywhere).to_local(grad_placements=partial_sums)
+    kind: Any = type(bias)
     parts = {"1|B": batch, "H": heads, "K+": keys}
     # Without sequences, the last of its axes.
-    for dim, axis in enumerate(axes_of(type(bias))["values"][-values.dim() :]):
+    for dim, axis in enumerate(axes_of(kind)["values"][-values.dim() :]):
         if axis in parts and not (axis == "1|B" and values.shape[dim] == 1):
             values = values.narrow(dim, parts[axis].start, len(parts[axis]))
     return bias._replace(values=values)

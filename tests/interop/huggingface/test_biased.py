@@ -506,3 +506,15 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(family):
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="must have 13 columns, one for each key, got 1"):
         model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[1], [0]]))
+
+
+@pytest.mark.parametrize("family", rarely(["bloom", "mpt", "falcon-groups"], "bloom"))
+@torch.no_grad()
+def test_queries_at_padding_between_tokens_are_the_models(family):
+    """They see tokens, by scores that have no rounding of what hides the others."""
+    model, ids = build(family), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, 5:40:3], mask[1, 20:50] = 0, 0
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    patch(model)
+    assert_near(model(input_ids=ids, attention_mask=mask).logits, expected)

@@ -1,16 +1,12 @@
 """The one flash attention, by the tests of the kernels that it is to replace."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
 
 from ops.attention import test_attention, test_counted, test_terms
-from posenc.ops import execute, native
+from posenc.ops import native
 from posenc.ops.attention import op
-from posenc.ops.plan import Operand, Plan, layout_of
-from support.attention import DEVICE, call_of, close, numbers_of
+from support.attention import DEVICE, call_of, numbers_of
 from support.flash import use_one_attention
 from support.plans import planned_attention
 
@@ -82,83 +78,6 @@ def test_gradients_of_a_running_sum_are_zero_together():
 @pytest.mark.parametrize(("kind", "columns"), [("slopes", 0), ("table", 30)])
 def test_a_gradient_has_the_dtype_of_its_numbers(kind, columns):
     test_attention.test_a_gradient_has_the_dtype_of_its_numbers(kind, columns)
-
-
-class PaddedCall(NamedTuple):
-    """A call of attention and which keys are not hidden, ``(1 or B, K)``; no op has that yet."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    numbers: Tensor | None
-    padding: Tensor
-    out: Tensor
-    lse: Tensor
-    g: Tensor
-    g_lse: None = None
-    ranges: None = None
-
-
-def carried_out(plan_it, given, call, results):
-    """The results of a plan of a padded call."""
-    named = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor)}
-    tensors = list(named.values())
-    operands = {
-        name: Operand(place, layout_of(x), x.device)
-        for place, (name, x) in enumerate(named.items())
-    }
-    plan = Plan(len(tensors), [layout_of(x) for x in results], given.q.device)
-    bias = call.bias
-    if "numbers" in operands:
-        bias = bias._replace(values=operands["numbers"])
-    operands = given._replace(**operands)
-    plan_it(operands, call._replace(bias=bias), plan, execute.target_of(given.q.device))
-    return execute.execute(plan, tensors, call.start)
-
-
-@pytest.mark.parametrize("queries", [3, 70])
-@pytest.mark.parametrize("kind", ["none", "slopes", "table"])
-def test_hidden_keys(kind, queries):
-    """Any keys of any sequence: between others, and all that a query sees."""
-    from posenc.ops.attention.triton.flash import plans
-
-    torch.manual_seed(3)
-    keys, shape = 100, (2, 2, queries, 16)
-    q, g = torch.randn(2, *shape, device=DEVICE)
-    k, v = torch.randn(2, 2, 2, keys, 16, device=DEVICE)
-    padding = torch.rand(2, keys, device=DEVICE) < 0.6
-    padding[0, :50] = False
-    values = numbers_of(kind, 2, keys, batch=1, columns=40, steep=1.0)
-    values = None if values is None else values.to(DEVICE)
-    start = keys - queries - 10
-    call = call_of(values, kind, start=start, scale=0.25, prune=False)._replace(to_bias=True)
-
-    i = start + torch.arange(queries, device=DEVICE)[:, None]
-    j = torch.arange(keys, device=DEVICE)
-    seen = (j <= i) & padding[:, None, None]
-    exact = [x.double().requires_grad_() for x in (q, k, v, values) if x is not None]
-    bias = 0.0
-    if kind == "slopes":
-        bias = -exact[3].view(1, 2, 1, 1) * (i - j).abs()
-    if kind == "table":
-        bias = exact[3][:, (i - j).clamp(0, 39)]
-    scores = exact[0] @ exact[1].mT * 0.25 + bias
-    nothing = ~seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(~seen, -torch.inf).masked_fill(nothing, 0.0).softmax(-1)
-    wanted = weights.masked_fill(~seen, 0.0) @ exact[2]
-    grads = torch.autograd.grad(wanted, exact, g.double())
-
-    lse = torch.empty(shape[:3], device=DEVICE)
-    empty = PaddedCall(q, k, v, values, padding.byte(), torch.empty_like(q), lse, g)
-    unused = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    out, lse, _ = carried_out(plans.plan_forward, empty, call, (empty.out, lse, unused))
-    given = empty._replace(out=out, lse=lse)
-    to_bias = [] if values is None else [values]
-    results = carried_out(plans.plan_backward, given, call, (q, k, v, *to_bias))
-    assert queries == 3 or nothing.any()
-    assert close(out, wanted.detach())
-    for got, true in zip(results, grads, strict=False):
-        assert close(got, true, 3e-5)
 
 
 @test_terms.EACH

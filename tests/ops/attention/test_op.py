@@ -35,6 +35,8 @@ MISFITS = {
     "starts-of-32-bits": {"starts": torch.zeros(B, dtype=torch.int32)},
     "first-without-last": {"first": IDS},
     "first-of-fewer-keys": {"first": IDS[:, 1:], "last": IDS},
+    "padding-of-fewer-keys": {"padding": torch.ones(1, K - 1, dtype=torch.uint8)},
+    "padding-of-bools": {"padding": torch.ones(B, K, dtype=torch.bool)},
     "last-of-more-sequences": {"first": IDS, "last": IDS.new_zeros(3, K)},
 }
 GRADIENTS = {
@@ -59,10 +61,10 @@ SLOPES = Slopes(torch.ones(1, H))
 
 def call_with(
     q=(B, H, Q, D), k=(B, HK, K, D), v=(B, HK, K, DV), bias: Fields = SLOPES, starts=None,
-    first=None, last=None,
+    first=None, last=None, padding=None,
 ):  # fmt: skip
     """Queries, keys and values, and a call that may not fit them."""
-    call = Call(bias, starts, first, last, K - Q, 0.5, True, True, to_bias=True)
+    call = Call(bias, starts, first, last, K - Q, 0.5, True, True, padding=padding, to_bias=True)
     return [*map(filled, (q, k, v))], call
 
 

@@ -29,10 +29,10 @@ from posenc.functional.biased import attend_last
 from posenc.interop.huggingface.recognition import FAILURES, Match, NotUnderstood, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, Rewriter
 
-# By this the scores of keys at padding are lowered, so that their weights are zero. Unlike document
-# ids, which cannot express padding between tokens, it serves every mask, and a compiled graph need
-# not read it. It is finite, because a query at padding may see only such keys, and its weights must
-# not be NaN.
+# What the mask has at padding. On a GPU, and for DTensors, it lowers the scores of such keys, so
+# that their weights are zero; it is finite, because a query may see no others, and NaN must not
+# appear. Elsewhere those keys are hidden. Unlike document ids, both serve padding between tokens,
+# and a compiled graph need not read the mask.
 HIDDEN = 2.0**20
 
 
@@ -48,8 +48,8 @@ def bloom(
     """BLOOM; its bias is added to the scaled scores."""
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     k, v = _cached(layer_past, self.layer_idx, k, v)
-    bias = _alibi(alibi, self.beta, attention_mask, q, k)
-    out = self.dense(_merge(_attend(q, k, v, bias, self.inv_norm_factor)))
+    bias, how = _alibi(alibi, self.beta, q, k), {"scale": self.inv_norm_factor, "causal": True}
+    out = self.dense(_merge(_attend(q, k, v, bias, attention_mask, prune=True, **how)))
     return residual + dropout(out, self.hidden_dropout, self.training), None
 
 
@@ -65,8 +65,9 @@ def falcon(
     """Falcon; its bias is added before the scores are scaled."""
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     k, v = _cached(layer_past, self.layer_idx, k, v)
-    bias = _alibi(alibi, self.inv_norm_factor, attention_mask, q, k)
-    return self.dense(_merge(_attend(q, k, v, bias, self.inv_norm_factor))), None
+    bias, scale = _alibi(alibi, self.inv_norm_factor, q, k), self.inv_norm_factor
+    how = {"scale": scale, "causal": True, "prune": True}
+    return self.dense(_merge(_attend(q, k, v, bias, attention_mask, **how))), None
 
 
 def mpt(
@@ -85,8 +86,9 @@ def mpt(
     k, v = _cached(past_key_values, self.layer_idx, k, v)
     # The model makes every mask boolean.
     mask = attention_mask.to(position_bias.dtype) * HIDDEN
-    bias = _alibi(position_bias[..., -k.shape[2] :], 1.0, mask, q, k)
-    return self.out_proj(_merge(_attend(q, k, v, bias, self.softmax_scale))), None
+    bias = _alibi(position_bias[..., -k.shape[2] :], 1.0, q, k)
+    how = {"scale": self.softmax_scale, "causal": True, "prune": True}
+    return self.out_proj(_merge(_attend(q, k, v, bias, mask, **how))), None
 
 
 def t5(
@@ -135,7 +137,7 @@ def _cached(cache: Any, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return (k, v) if cache is None else cache.update(k, v, layer)
 
 
-def _alibi(alibi: Tensor, factor: float, mask: Tensor, q: Tensor, k: Tensor) -> RunningSum:
+def _alibi(alibi: Tensor, factor: float, q: Tensor, k: Tensor) -> RunningSum:
     """A model's own bias of each key, ``[B H or H, 1, K]``, with its slopes and its rounding.
 
     The model leaves out the query's position, since softmax does not see what all keys share.
@@ -146,12 +148,23 @@ def _alibi(alibi: Tensor, factor: float, mask: Tensor, q: Tensor, k: Tensor) -> 
         checks.fail("the patched model", rule, alibi.shape[2], "Pass fewer tokens.")
     # The product has the rounding of a half.
     alibi = alibi if factor == 1.0 else alibi * factor
-    return RunningSum(mask.unsqueeze(1) - alibi.view(-1, heads, keys))
+    wide = torch.promote_types(alibi.dtype, torch.float32)
+    return RunningSum(-alibi.view(-1, heads, keys).to(wide))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: RunningSum, scale: float) -> Tensor:
-    """Causal attention, ``[B, H, Q, D]``."""
-    return attend_last(q, k, v, bias, scale=scale, causal=True, prune=True)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: RunningSum | DistanceTable, mask: Tensor, **how: Any
+) -> Tensor:
+    """Attention of the last queries, ``[B, H, Q, D]``, without the keys at padding."""
+    width = v.shape[3]
+    padding = None
+    if mask.shape[1] > 1 and type(q) is Tensor and not q.is_cuda:
+        padding = (mask == 0).byte()
+    elif mask.shape[1] > 1 and isinstance(bias, RunningSum):
+        bias = RunningSum(bias.values + mask.unsqueeze(1))
+    elif mask.shape[1] > 1:
+        q, k, v = _hide(q, k, v, mask)
+    return attend_last(q, k, v, bias, padding=padding, **how)[..., :width]
 
 
 def _self(
@@ -161,34 +174,32 @@ def _self(
     q, k, v = (_heads(of(x), layer.n_heads) for of in (layer.q, layer.k, layer.v))
     k, v = _cached(getattr(cache, "self_attention_cache", cache), layer.layer_idx, k, v)
     if numbers is None:
-        numbers = _bucket_numbers(layer, q.shape[2], k.shape[2], mask)
-    width, causal = v.shape[3], layer.is_decoder
+        numbers = _bucket_numbers(layer, q.shape[2], k.shape[2], q.device)
+    causal = layer.is_decoder
     bias: RunningSum | DistanceTable
     if numbers.dim() == 3:
         bias = RunningSum(numbers)
     else:
         bias = DistanceTable(numbers, 0 if causal else numbers.shape[1] // 2)
-        if mask.shape[1] > 1:
-            q, k, v = _hide(q, k, v, mask)
-    out = attend_last(q, k, v, bias, scale=layer.scaling, causal=causal, prune=False)
-    return layer.o(_merge(out[..., :width])), numbers
+    how = {"scale": layer.scaling, "causal": causal, "prune": False}
+    return layer.o(_merge(_attend(q, k, v, bias, mask, **how))), numbers
 
 
-def _bucket_numbers(layer: Any, queries: int, keys: int, mask: Tensor) -> Tensor:
+def _bucket_numbers(layer: Any, queries: int, keys: int, device: torch.device) -> Tensor:
     """The bias of buckets, from the layer's own weights.
 
-    For one query, the mask less the bias, ``[1 or B, H, K]``: a running sum. For more queries, the
+    For one query, minus the bias of each key, ``[1, H, K]``: a running sum. For more queries, the
     bias of each distance, ``[H, R]``.
     """
     count, far = layer.relative_attention_num_buckets, layer.relative_attention_max_distance
-    causal, device = layer.is_decoder, mask.device
+    causal = layer.is_decoder
     if queries == 1:
         distance = keys - 1 - torch.arange(keys, device=device)
     else:
         distance = torch.arange(0 if causal else -far, far + 1, device=device)
     buckets = t5_buckets(distance, count, far, causal=causal)
     bias: Tensor = layer.relative_attention_bias(buckets).T
-    return mask.unsqueeze(1) - bias if queries == 1 else bias
+    return -bias[None] if queries == 1 else bias
 
 
 def _hide(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,8 +209,6 @@ def _hide(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     whose width is a multiple of 16 faster.
     """
     low = (mask * (-256.0 / HIDDEN)).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 16)
-    # SDPA's kernel for CPUs has one width for all three.
-    v = pad(v, (0, 16)) if v.is_cpu else v
     return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1), v
 
 

@@ -31,6 +31,7 @@ class Call(NamedTuple):
     # of any range, as in `biased.attend_ranges`; if true, they are those of a document.
     prune: bool
     window: Window | None = None  # keys before a query's own that it sees, and keys after it
+    padding: Tensor | None = None  # one for each key that is not hidden, uint8 [1 or B, K]
     chunked: bool = False  # whether Triton's kernels are left out
     to_bias: bool = False  # whether the backward pass computes the gradients of the bias
 
@@ -46,10 +47,11 @@ class Call(NamedTuple):
         first: Tensor | None = None,
         last: Tensor | None = None,
         window: Window | None = None,
+        padding: Tensor | None = None,
     ) -> Call:
         """The call of checked arguments."""
         starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
-        return cls(bias, starts, first, last, begin, scale, causal, prune, window)
+        return cls(bias, starts, first, last, begin, scale, causal, prune, window, padding)
 
     @property
     def prunes(self) -> bool:

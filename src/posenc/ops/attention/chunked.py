@@ -111,7 +111,8 @@ def _sequences(call: Call) -> Iterator[tuple[slice, Call]]:
         if isinstance(bias, (Slopes, RunningSum)) and count > 1:
             bias = bias._replace(values=of(bias.values, b))
         alone = call._replace(bias=bias, starts=None, start=starts[min(b, len(starts) - 1)])
-        alone = alone._replace(first=of(call.first, b), last=of(call.last, b))
+        places = {name: of(getattr(call, name), b) for name in ("first", "last", "padding")}
+        alone = alone._replace(**places)
         yield slice(None) if count == 1 else slice(b, b + 1), alone
 
 
@@ -128,7 +129,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     native = has_native_bf16() if q.dtype == torch.bfloat16 else q.dtype.itemsize > 2
     flash = _has_flash(q, v)
     work = q.dtype if flash and native else wide
-    may_see_nothing = call.first is not None
+    may_see_nothing = call.first is not None or call.padding is not None
     if isinstance(call.bias, DistanceTable):
         may_see_nothing = may_see_nothing or call.bias.values.amin().item() == float("-inf")
     result, (q1, k1, v1) = None, (_with_dense_rows(x.to(work)) for x in (q, k, v))
@@ -336,8 +337,9 @@ class _Bias:
         self.seen = None
         if call.first is not None:
             self.seen = call.spans(self.queries, k.shape[2], q.device)
+        self.padding = None if call.padding is None else call.padding == 0
         # Whether a piece of it takes memory.
-        self.is_written = self.sums is not None or self.seen is not None
+        self.is_written = self.sums is not None or self.seen is not None or self.padding is not None
 
     def _line(self, keys: int, device: torch.device) -> Tensor | None:
         """The bias at each distance, ``[1 or B, 1 or H, W]``; minus infinity for hidden keys."""
@@ -381,6 +383,10 @@ class _Bias:
             ends = self.seen.first, self.seen.last
             first, last = (x[:, rows].flip(-1)[:, None, :, None] for x in ends)
             mask = mask.masked_fill((index < first) | (index > last), float("-inf"))
+        if self.padding is not None:
+            if mask is None:
+                mask = self.padding.new_zeros((1, 1, n, m), dtype=self.wide)
+            mask = mask.masked_fill(self.padding[:, None, None, keys], float("-inf"))
         return mask, at
 
     def _sums_piece(self, hidden: Tensor | None, heads: slice, rows: slice, keys: slice) -> Tensor:

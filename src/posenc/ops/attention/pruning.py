@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import window_length
-from posenc.numerics.spans import Spans
+from posenc.numerics.spans import Spans, gather_rows
 from posenc.ops.attention.biases import RunningSum, Slopes
 from posenc.ops.attention.call import Call
 
@@ -90,6 +90,10 @@ def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             offset = call.start if call.starts is None else call.starts
             gap = score_gap(q, k, _own_keys(k, queries, offset, seen.own), call.scale)
+            if call.padding is not None:
+                # A query whose own key is hidden has no score that others could be measured by.
+                own = gather_rows(call.padding, seen.own.clamp(0, keys - 1))
+                gap = gap.masked_fill(own[:, None] == 0, float("inf"))
     if gap is not None and isinstance(call.bias, RunningSum):
         return prune_sums(seen, call.bias.values, gap, q.dtype, causal=call.causal)
     slopes = call.bias.values if isinstance(call.bias, Slopes) else torch.zeros(())

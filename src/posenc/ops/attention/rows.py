@@ -136,7 +136,11 @@ def _piece(
         if not isinstance(bias, COUNTED):
             scores = _add(who, scores, bias, where)
         sees_all = not call.causal and call.first is None and call.window is None
-        scores = _hide(scores, None if sees_all else hidden_keys(seen, index), mask)
+        hidden = None if sees_all else hidden_keys(seen, index)
+        if call.padding is not None:
+            padded = call.padding[:, None, None, near] == 0
+            hidden = padded if hidden is None else hidden | padded
+        scores = _hide(scores, hidden, mask)
         if isinstance(bias, COUNTED):
             scores = _add(who, scores, bias, where)
         return _attend_scores(scores, v, q.dtype, dropout_p)

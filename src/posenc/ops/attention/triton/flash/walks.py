@@ -129,9 +129,7 @@ def walks_of(given: Any, call: Any, plan: Plan, target: Target) -> Walks:
         None if x is None else whole(plan, x) for x in (call.starts, call.first, call.last)
     )
     left, right = call.window or (NOTHING, NOTHING)
-    # No op has it yet.
-    padding = getattr(given, "padding", None)
-    padding = None if padding is None else whole(plan, padding)
+    padding = None if call.padding is None else whole(plan, call.padding)
     sees = parts.Sees(
         heads=Constant(q.shape[1]),
         group=Constant(q.shape[1] // k.shape[1]),
