@@ -31,6 +31,14 @@ from support.flash import use_one_attention
 from support.plans import plan_for
 
 
+def assert_passed(step, ptx):
+    """What C passes to a kernel are its parameters: of these sizes, and two more for Triton."""
+    entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
+    wanted = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)]
+    passed = [execute._SIZES.get(leaf.type, 8) for _, leaf in execute.leaves(step.arguments)]
+    assert [*passed, 8, 8] == wanted
+
+
 def compile_plan(op, *call):
     """Compile what the plan of a call launches."""
     for step in plan_for(op, *call).steps:
@@ -39,6 +47,7 @@ def compile_plan(op, *call):
         request = execute.request_of(step)
         done = execute.compile_request(request, GPUTarget("cuda", 90, 32))
         assert "ret;" in done.asm["ptx"]
+        assert_passed(step, done.asm["ptx"])
         # More shared memory than a program of this GPU can have would stop the launch.
         assert done.metadata.shared <= 227 * 1024
         # Rotations state which product is fused with a sum; the compiler would choose one by shape.
