@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +97,29 @@ def test_a_pipe_is_refused_instead_of_waited_for(small, tmp_path, name):
     with pytest.raises(FileNotFoundError, match=f"source must be .*, got {small / name}"):
         convert(small / name, tmp_path / "new", to="interleaved")
     assert os.listdir(tmp_path) == ["old"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="only Linux has it")
+def test_weights_that_are_a_file_of_proc_are_an_error_with_their_name(small, tmp_path):
+    """It is a regular file, which safetensors cannot map."""
+    (small / "model.safetensors").unlink()
+    (small / "model.safetensors").symlink_to("/proc/self/environ")
+    with pytest.raises(OSError, match=r"convert: .*model\.safetensors must be a file that can be"):
+        convert(small, tmp_path / "new", to="interleaved")
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_files_that_are_only_copied_need_space_too(small, tmp_path, monkeypatch):
+    """A sparse file takes no place where it is, and would fill the disk as a copy."""
+    (small / "notes.txt").write_bytes(b"n" * 100)
+    files = ("model.safetensors", "config.json")
+    free = sum((small / name).stat().st_size for name in files) + 99
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(OSError, match=rf"convert: the disk of .* must have {free + 1} bytes free"):
+        convert(small, tmp_path / "new", to="interleaved")
+    assert os.listdir(tmp_path) == ["old"]
+    (small / "notes.txt").write_bytes(b"n" * 99)
+    convert(small, tmp_path / "new", to="interleaved")
 
 
 def test_a_link_to_itself_is_an_error_with_its_name(small, tmp_path):

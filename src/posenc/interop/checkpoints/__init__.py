@@ -128,7 +128,8 @@ def convert(
         new_paths = {shard.path: new / shard.path.name if folder else new for shard in shards}
         others, left_out = files.other_files(source, new_paths, name) if folder else ([], [])
         size = sum(path.stat().st_size for path in new_paths)
-        files.check_disk_space(target, size)
+        copied = (source / path for path in others if (source / path).is_file())
+        files.check_disk_space(target, size + sum(path.stat().st_size for path in copied))
         for path in others:
             files.copy(source, path, new)
         native = files.mark(new, to, native=model.layout == to)

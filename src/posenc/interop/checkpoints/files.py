@@ -161,8 +161,12 @@ def _open_regular(path: Path) -> BinaryIO:
     try:
         return files.open_regular(path)
     except OSError as error:
-        hint = "Put a copy in its place, or remove it."
-        _fail(f"{path} must be a file that can be read", error.strerror, hint, type(error))
+        _refuse_unreadable(path, error)
+
+
+def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
+    hint = "Put a copy in its place, or remove it."
+    _fail(f"{path} must be a file that can be read", error.strerror or error, hint, type(error))
 
 
 @contextlib.contextmanager
@@ -174,6 +178,9 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
+    except OSError as error:
+        # A file of /proc is a regular one, and cannot be mapped.
+        _refuse_unreadable(path, error)
     except SafetensorError as error:
         hint = "Download it again (git lfs pull for a pointer), or save a .bin file as safetensors."
         _fail(f"{path} must be a whole safetensors file", error, hint)
