@@ -221,6 +221,39 @@ def test_a_third_argument_that_could_be_positions_is_refused(module):
             call(torch.arange(5))
 
 
+def positional(x):
+    """Other calls with ``x`` of ``(B, H, L, 8)`` whose next argument is an offset."""
+    rope, learned = posenc.RoPE(8, 16), posenc.LearnedPosEmbedding(16, 8)
+    slots = torch.arange(x.shape[0] * x.shape[2]).view(x.shape[0], -1)
+    caches = torch.zeros(2, 2, 16, x.shape[1], 8)
+    return {
+        "rotate": lambda *at, **named: rope.rotate(x, *at, **named),
+        "unrotate": lambda *at, **named: rope.unrotate(x, *at, **named),
+        "forward_": lambda *at, **named: rope.forward_(x.clone(), x.clone(), *at, **named)[0],
+        "cached": lambda *at, **named: rope.rotate_queries_with_cached_keys(
+            x[:, :, -1:], x, *at, **named
+        )[1],
+        "and_cache": lambda *at, **named: rope.rotate_and_cache(
+            x, x, x, *caches, slots, *at, **named
+        ),
+        "LearnedPosEmbedding": lambda *at, **named: learned(x[:, 0], *at, **named),
+    }
+
+
+@pytest.mark.parametrize("name", positional(torch.zeros(1, 1, 1, 8)))
+def test_positions_in_the_place_of_an_offset_are_refused_by_other_calls(name):
+    """The error is not that of the sizes, and a call with another length is as with a name."""
+    call, starts = positional(torch.randn(3, 2, 3, 8))[name], torch.tensor([5, 11, 2])
+    text = r"a tensor without a name must not fit both .*\n.* position_ids= .* offset="
+    with pytest.raises(ValueError, match=text):
+        call(starts)
+    with pytest.raises(TypeError, match=r"only one optional argument .* and offset only"):
+        call(5, offset=6)
+    assert torch.equal(call(7), call(offset=7))
+    call = positional(torch.randn(3, 2, 4, 8))[name]
+    assert torch.equal(call(starts), call(offset=starts))
+
+
 def test_an_offset_without_a_name_leaves_lengths_dynamic():
     """Compiled and exported calls compare no sizes, which would exclude a length of three."""
     module, starts = posenc.RoPE(8), torch.tensor([5, 11, 2])
@@ -241,7 +274,7 @@ def test_an_offset_without_a_name_leaves_lengths_dynamic():
 def test_an_offset_comes_once(module):
     q, k = queries_and_keys(module, 2, 3)
     for given, named in (((5, 6), {}), ((5,), {"offset": 6}), ((5,), {"offset": IDS[:, 0]})):
-        with pytest.raises(TypeError, match=r"only one argument after q and k .* and offset only"):
+        with pytest.raises(TypeError, match=r"only one optional argument .* and offset only"):
             module(q, k, *given, **named)
 
 

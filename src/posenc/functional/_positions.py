@@ -35,19 +35,19 @@ def rows_of(
 def offset_by_position(
     who: str, unnamed: tuple[Any, ...], offset: Any, x: Any, seq_dim: int = -2
 ) -> Any:
-    """The ``offset`` of a call whose arguments after q and k are ``unnamed``.
+    """The ``offset`` of a call whose arguments after those it must have are ``unnamed``.
 
     Other libraries take positions of tokens there, so a tensor that could be either is refused.
     """
     if len(unnamed) > 1 or not (type(offset) is int and offset == 0):
-        rule = "only one argument after q and k may come without a name, and offset only once"
-        hint = "Pass offset= or position_ids=, and seq_len= by name."
+        rule = "only one optional argument may come without a name, and offset only once"
+        hint = "Pass offset= or position_ids=, and others, by name."
         fail(who, rule, f"{len(unnamed)} and offset={describe(offset)}", hint, TypeError)
     value = unnamed[0]
     if torch.compiler.is_compiling():
         # The comparison would be a guard of the graph, or impossible for exported lengths.
         return value
-    if isinstance(value, Tensor) and isinstance(x, Tensor) and value.dim() == 1 and x.dim() == 4:
+    if isinstance(value, Tensor) and isinstance(x, Tensor) and value.dim() == 1 and x.dim() > 2:
         count, batch, length = value.shape[0], x.shape[0], x.shape[seq_dim]
         if count != 1 and count == batch and count == length:
             rule = "a tensor without a name must not fit both the sequences and the tokens"

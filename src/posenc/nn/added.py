@@ -14,9 +14,9 @@ from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.sharding import replicate_like
 from posenc._contract.tracing import is_plain, may_keep
-from posenc.functional._positions import positions_of, rows_of
+from posenc.functional._positions import offset_by_position, positions_of, rows_of
 from posenc.functional.sinusoidal import Channels, check_channels, of_grid
-from posenc.nn._module import ReadOnlyArguments, load_scalars
+from posenc.nn._module import ReadOnlyArguments, load_scalars, with_offset
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
@@ -356,20 +356,29 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.pos_emb = nn.Embedding(self.max_len, self.embed_dim, dtype=dtype)
 
+    @with_offset
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        *given: int | Tensor,
+        offset: int | Tensor = 0,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Add the vectors of positions ``offset .. offset + L - 1``.
 
         Args:
             x: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
-            offset: Position of the first token, or an integer tensor ``(N,)`` of them.
+            offset: Position of the first token, or an integer tensor ``(N,)`` of them. It may come
+                without its name, except a tensor that could be positions, because there are as many
+                tokens.
             position_ids: Integers of shape ``(L,)`` or ``(N, L)``, instead of ``offset``.
 
         Returns:
             A new tensor with the shape and dtype of ``x``.
         """
         who = type(self).__name__
+        if given:
+            offset = offset_by_position(who, given, offset, x)
         _, width = checks.check_embeddings(who, "x", x)
         hint = f"Build LearnedPosEmbedding({self.max_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, hint)

@@ -209,12 +209,13 @@ class RoPE(RotatedKeys):
         a, b = self._rotate(who, "qk", [q, k], offset, position_ids, seq_len)
         return a, b
 
+    @with_offset
     def forward_(
         self,
         q: Tensor,
         k: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -228,18 +229,22 @@ class RoPE(RotatedKeys):
             >>> torch.equal(q, expected[0])
             True
         """
+        if given:
+            who = f"{type(self).__name__}.forward_"
+            offset = offset_by_position(who, given, offset, q, self.seq_dim)
         arguments = self._native_arguments(q, k, offset, position_ids, seq_len)
         if arguments is None or not rotate_qk_in_place_op.try_native(q, k, *arguments):
             where = offset, position_ids, seq_len
             self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
         return q, k
 
+    @with_offset
     def rotate_queries_with_cached_keys(
         self,
         q: Tensor,
         k: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -256,6 +261,8 @@ class RoPE(RotatedKeys):
             True
         """
         who, seq_dim = f"{type(self).__name__}.rotate_queries_with_cached_keys", self.seq_dim
+        if given:
+            offset = offset_by_position(who, given, offset, k, seq_dim)
         check_heads(who, "q", [q], self.head_dim, seq_dim)
         check_heads(who, "k", [k], self.head_dim, seq_dim)
         as_many = k.narrow(seq_dim, 0, min(q.shape[seq_dim], k.shape[seq_dim]))
@@ -275,6 +282,7 @@ class RoPE(RotatedKeys):
         a, b = swap_heads(ys, seq_dim)
         return a, b
 
+    @with_offset
     def rotate_and_cache(
         self,
         q: Tensor,
@@ -283,8 +291,8 @@ class RoPE(RotatedKeys):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
         q_weight: Tensor | None = None,
@@ -324,6 +332,8 @@ class RoPE(RotatedKeys):
             cache_layout,
         )
         who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
+        if given:
+            offset = offset_by_position(who, given, offset, q, self.seq_dim)
         arguments = self._native_arguments(q, k, offset, position_ids, seq_len)
         # Tokens of several sequences need positions.
         if arguments is not None and (position_ids is not None or q.dim() == 4):
@@ -344,15 +354,19 @@ class RoPE(RotatedKeys):
         rotated = self._by_tables(who, [q], offset, position_ids, seq_len, run)
         return as_given(rotated, seq_dim, as_tokens)
 
+    @with_offset
     def rotate(
         self,
         x: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
+        if given:
+            who = f"{type(self).__name__}.rotate"
+            offset = offset_by_position(who, given, offset, x, self.seq_dim)
         arguments = self._native_arguments(x, x, offset, position_ids, seq_len)
         if arguments is not None:
             rotated = rotate_op.try_native(x, *arguments)
@@ -361,11 +375,12 @@ class RoPE(RotatedKeys):
         who = f"{type(self).__name__}.rotate"
         return self._rotate(who, "x", [x], offset, position_ids, seq_len)[0]
 
+    @with_offset
     def unrotate(
         self,
         x: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> Tensor:
@@ -378,6 +393,8 @@ class RoPE(RotatedKeys):
             True
         """
         who = f"{type(self).__name__}.unrotate"
+        if given:
+            offset = offset_by_position(who, given, offset, x, self.seq_dim)
         return self._rotate(who, "x", [x], offset, position_ids, seq_len, inverse=True)[0]
 
     def _native_arguments(
