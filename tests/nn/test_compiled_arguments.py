@@ -35,7 +35,7 @@ FLAGS = {"prune", "causal", "backend", "dtype"}
 # A call is a length and how it gets the argument: "without", "passed", or "kept" by the model.
 ORDERS = {
     "later": (None, [(5, "without"), (7, "without"), (9, "passed"), (6, "passed")]),
-    "first": (None, [(9, "passed"), (7, "passed"), (5, "without")]),
+    "first": (None, [(9, "passed"), (7, "passed"), (5, "without"), (6, "without")]),
     "kept": (None, [(5, "without"), (7, "without"), (9, "kept")]),
     "dynamic": (True, [(9, "passed"), (7, "passed")]),
     "kept, dynamic": (True, [(9, "kept")]),
