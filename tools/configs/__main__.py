@@ -171,7 +171,8 @@ def _defaults(kind: str, config: dict[str, Any], said: dict[str, Any]) -> dict[s
     elif differ or scaled or len(layers) == 1 or "mrope_section" in rope:
         row["rope_parameters"] = "required"
     if layers.keys() - {"full_attention", "sliding_attention"}:
-        row["rope_types"] = list(layers)
+        # transformers has them in the order of a set.
+        row["rope_types"] = sorted(layers)
     if not differ:
         row["rope_theta"] = float(dicts[0]["rope_theta"])
         share = dicts[0].get("partial_rotary_factor")
