@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc.numerics.spans import Spans, Window, spans
 from posenc.ops.attention.biases import KINDS, PRUNED, Fields
 
-# Bits of the argument `how` of the ops.
+# Bits of the argument `flags` of the ops.
 CAUSAL, PRUNE, CHUNKED, TO_BIAS = 1, 2, 4, 8
 
 

@@ -69,7 +69,7 @@ class Sees(NamedTuple):
     first: Tensor | None
     last: Tensor | None
     padding: Tensor | None
-    how: int
+    flags: int
     start: Start
     scale: float
     left: Size
@@ -82,10 +82,10 @@ PLACES = "starts", "first", "last", "padding"
 
 def arguments(call: Call) -> tuple[Any, ...]:
     """The arguments of an op that are not tensors of attention itself."""
-    how = CAUSAL * call.causal | PRUNE * call.prune | CHUNKED * call.chunked
-    window = call.window or (-1, -1)
+    flags = CAUSAL * call.causal | PRUNE * call.prune | CHUNKED * call.chunked
+    flags |= TO_BIAS * call.to_bias
     places = call.starts, call.first, call.last, call.padding
-    return *call.bias, *places, how | TO_BIAS * call.to_bias, call.start, call.scale, *window
+    return *call.bias, *places, flags, call.start, call.scale, *(call.window or (-1, -1))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -105,11 +105,11 @@ def differentiate(
         inputs = [x if x is None or again else x.detach().requires_grad_() for x in inputs]
         pairs = zip(run(*inputs), gradients, strict=True)
         results, above = zip(*[pair for pair in pairs if pair[1] is not None], strict=True)
-        wanted = [x is not None and x.requires_grad for x in inputs]
-        leaves: Any = [x for x, need in zip(inputs, wanted, strict=True) if need]
-        how: Any = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
-        grads = iter(torch.autograd.grad(results, leaves, above, **how))
-    return [next(grads) if need else None for need in wanted]
+        needs = [x is not None and x.requires_grad for x in inputs]
+        leaves: Any = [x for x, need in zip(inputs, needs, strict=True) if need]
+        options: Any = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
+        grads = iter(torch.autograd.grad(results, leaves, above, **options))
+    return [next(grads) if need else None for need in needs]
 
 
 def with_whole_places(call: Call) -> Call:
@@ -164,32 +164,32 @@ class AttentionOps:
             has_cpu=False,
         )
 
-    def call_of(self, given: Any) -> Call:
+    def call_of(self, args: Any) -> Call:
         """The `Call` of an op's arguments, unchecked."""
-        bias: Any = self.kind(*[getattr(given, name) for name in self.kind._fields])
-        causal, prune = bool(given.how & CAUSAL), bool(given.how & PRUNE)
-        window = None if given.left == given.right == -1 else (given.left, given.right)
-        places = given.starts, given.first, given.last
-        others = given.padding, bool(given.how & CHUNKED), bool(given.how & TO_BIAS)
-        return Call(bias, *places, given.start, given.scale, causal, prune, window, *others)
+        bias: Any = self.kind(*[getattr(args, name) for name in self.kind._fields])
+        causal, prune = bool(args.flags & CAUSAL), bool(args.flags & PRUNE)
+        window = None if args.left == args.right == -1 else (args.left, args.right)
+        places = args.starts, args.first, args.last
+        others = args.padding, bool(args.flags & CHUNKED), bool(args.flags & TO_BIAS)
+        return Call(bias, *places, args.start, args.scale, causal, prune, window, *others)
 
-    def check(self, who: str, given: Any) -> Call:
+    def check(self, who: str, args: Any) -> Call:
         """The call; refuse what would lead kernels out of a tensor's memory.
 
         The functions that users call say in full what is wrong.
         """
-        call, tensors = self.call_of(given), [x for x in given if isinstance(x, Tensor)]
+        call, tensors = self.call_of(args), [x for x in args if isinstance(x, Tensor)]
         check_devices(who, *tensors)
-        if not (given.q.dim() == given.k.dim() == given.v.dim() == 4 and _fit(given, call)):
+        if not (args.q.dim() == args.k.dim() == args.v.dim() == 4 and _fit(args, call)):
             rule = "q (B, H, Q, D), k (B, Hk, K, D), v (B, Hk, K, Dv) and the bias must fit"
             refuse(who, f"{rule} together", *tensors)
         return call
 
-    def check_backward(self, given: Any) -> Call:
+    def check_backward(self, args: Any) -> Call:
         """The call; refuse results of a forward pass, and gradients, that are not of its inputs."""
         who = f"posenc::{self.name}_backward"
-        call = self.check(who, given)
-        q, v, g, g_lse, out, lse = given.q, given.v, given.g, given.g_lse, given.out, given.lse
+        call = self.check(who, args)
+        q, v, g, g_lse, out, lse = args.q, args.v, args.g, args.g_lse, args.out, args.lse
         shape, wide = (*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32)
         sums = lse if g_lse is None else g_lse
         if not (
@@ -202,74 +202,74 @@ class AttentionOps:
             refuse(who, rule, g, out, lse, g_lse)
         if self.prunes:
             shape = _ranges_shape(q, call)
-            if given.ranges.shape != shape or given.ranges.dtype != torch.int32:
-                refuse(who, f"ranges must be those of posenc::{self.name}, {shape}", given.ranges)
+            if args.ranges.shape != shape or args.ranges.dtype != torch.int32:
+                refuse(who, f"ranges must be those of posenc::{self.name}, {shape}", args.ranges)
         return call
 
-    def _results(self, given: Any) -> tuple[Tensor, ...]:
-        check_devices(f"posenc::{self.name}", *given)
-        q, v, call = given.q, given.v, self.call_of(given)
+    def _results(self, args: Any) -> tuple[Tensor, ...]:
+        check_devices(f"posenc::{self.name}", *args)
+        q, v, call = args.q, args.v, self.call_of(args)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         results = q.new_empty((*q.shape[:3], v.shape[3])), lse
         if not self.prunes:
             return results
         return *results, q.new_empty(_ranges_shape(q, call), dtype=torch.int32)
 
-    def _run(self, given: Any) -> tuple[Tensor, ...]:
-        call = self.check(f"posenc::{self.name}", given)
+    def _run(self, args: Any) -> tuple[Tensor, ...]:
+        call = self.check(f"posenc::{self.name}", args)
         if not self.is_chunked:
-            return self._operations(given)
-        results = chunked.forward(given.q, given.k, given.v, with_whole_places(call))
-        return self._with_ranges(given, call, results)
+            return self._operations(args)
+        results = chunked.forward(args.q, args.k, args.v, with_whole_places(call))
+        return self._with_ranges(args, call, results)
 
-    def _operations(self, given: Any) -> tuple[Tensor, ...]:
-        q, k, v, call = given.q, given.k, given.v, self.call_of(given)
-        return self._with_ranges(given, call, attend_dense(q, k, v, call, bias_of(call.bias, q, k)))
+    def _operations(self, args: Any) -> tuple[Tensor, ...]:
+        q, k, v, call = args.q, args.k, args.v, self.call_of(args)
+        return self._with_ranges(args, call, attend_dense(q, k, v, call, bias_of(call.bias, q, k)))
 
     def _with_ranges(
-        self, given: Any, call: Call, results: tuple[Tensor, Tensor]
+        self, args: Any, call: Call, results: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
         if not self.prunes:
             return results
-        return *results, given.q.new_zeros(_ranges_shape(given.q, call), dtype=torch.int32)
+        return *results, args.q.new_zeros(_ranges_shape(args.q, call), dtype=torch.int32)
 
-    def _has_plan(self, given: Any) -> bool:
+    def _has_plan(self, args: Any) -> bool:
         # The kernels that hide keys are behind the door of the tests.
-        is_hidden = given.padding is not None
-        return has_kernel(given.q, given.v) and not (is_hidden or self.call_of(given).chunked)
+        is_hidden = args.padding is not None
+        return has_kernel(args.q, args.v) and not (is_hidden or self.call_of(args).chunked)
 
-    def _plan(self, given: Any, plan: Plan, target: Target) -> None:
+    def _plan(self, args: Any, plan: Plan, target: Target) -> None:
         from posenc.ops.attention.triton import plans
 
-        call = self.check(f"posenc::{self.name}", given)
-        plans.plan_forward(given, call, plan, target)
+        call = self.check(f"posenc::{self.name}", args)
+        plans.plan_forward(args, call, plan, target)
 
-    def _plan_backward(self, given: Any, plan: Plan, target: Target) -> None:
+    def _plan_backward(self, args: Any, plan: Plan, target: Target) -> None:
         from posenc.ops.attention.triton import plans
 
-        plans.plan_backward(given, self.check_backward(given), plan, target)
+        plans.plan_backward(args, self.check_backward(args), plan, target)
 
-    def _run_backward(self, given: Any) -> tuple[Tensor, ...]:
-        call = with_whole_places(self.check_backward(given))
+    def _run_backward(self, args: Any) -> tuple[Tensor, ...]:
+        call = with_whole_places(self.check_backward(args))
         if not self.is_chunked:
             rule = "there must be a kernel for the device, the dtype and the width of q"
-            refuse(f"posenc::{self.name}_backward", rule, given.g)
-        saved = given.q, given.k, given.v, given.out.contiguous(), given.lse.contiguous()
-        *results, to = chunked.backward(given.g, given.g_lse, saved, call, call.to_bias)
+            refuse(f"posenc::{self.name}_backward", rule, args.g)
+        saved = args.q, args.k, args.v, args.out.contiguous(), args.lse.contiguous()
+        *results, to = chunked.backward(args.g, args.g_lse, saved, call, call.to_bias)
         return tuple(results) if self.kind is NoBias else (*results, to)
 
-    def _results_backward(self, given: Any) -> tuple[Tensor, ...]:
+    def _results_backward(self, args: Any) -> tuple[Tensor, ...]:
         """The gradients of q, k, v and the bias; an op cannot return None in place of a tensor."""
-        check_devices(f"posenc::{self.name}_backward", *given)
-        to_bias = self.call_of(given).to_bias
-        inputs = [getattr(given, name) if to_bias else None for name in self.tensors]
-        none = [given.g.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
-        return *[x.new_empty(x.shape) for x in (given.q, given.k, given.v)], *none
+        check_devices(f"posenc::{self.name}_backward", *args)
+        to_bias = self.call_of(args).to_bias
+        inputs = [getattr(args, name) if to_bias else None for name in self.tensors]
+        none = [args.g.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+        return *[x.new_empty(x.shape) for x in (args.q, args.k, args.v)], *none
 
-    def _save(self, ctx: Any, given: Any, results: tuple[Tensor, ...]) -> None:
+    def _save(self, ctx: Any, args: Any, results: tuple[Tensor, ...]) -> None:
         names = *Inputs._fields, *self.tensors, *PLACES
-        ctx.call = replaced(given, dict.fromkeys(names))
-        ctx.save_for_backward(*[getattr(given, name) for name in names], *results)
+        ctx.call = replaced(args, dict.fromkeys(names))
+        ctx.save_for_backward(*[getattr(args, name) for name in names], *results)
         ctx.set_materialize_grads(False)
 
     def _gradients(
@@ -280,11 +280,11 @@ class AttentionOps:
         tensors = ctx.saved_tensors
         saved = dict(zip((*names, *PLACES), tensors, strict=False))
         out, lse, *ranges = tensors[len(saved) :]
-        given = replaced(ctx.call, saved)
-        if torch.is_grad_enabled() or not (self.is_chunked or self._has_plan(given)):
+        args = replaced(ctx.call, saved)
+        if torch.is_grad_enabled() or not (self.is_chunked or self._has_plan(args)):
             # A gradient that is differentiated again consists of torch operations.
             def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-                changed = replaced(given, dict(zip(names, inputs, strict=True)))
+                changed = replaced(args, dict(zip(names, inputs, strict=True)))
                 return self._operations(changed)[:2]
 
             grads: Any = differentiate(run, [saved[name] for name in names], (g, g_lse))
@@ -293,26 +293,26 @@ class AttentionOps:
         needs = dict(zip(self.forward.names, ctx.needs_input_grad, strict=True))
         # The kernels of vectors, networks and levels make their gradients in any case.
         to_bias = not self.is_chunked or any(needs[name] for name in self.tensors)
-        given = given._replace(how=given.how | TO_BIAS * to_bias)
-        grads = self.backward(g, g_lse, out, lse, *ranges, *given)
+        args = args._replace(flags=args.flags | TO_BIAS * to_bias)
+        grads = self.backward(g, g_lse, out, lse, *ranges, *args)
         return {
             name: grad
             for name, grad in zip(names, grads, strict=True)
             if saved[name] is not None and (to_bias or name in Inputs._fields)
         }
 
-    def _backward_call(self, given: Any, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
+    def _backward_call(self, args: Any, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
         """The call of the gradients, if the output alone has one."""
         out, lse, *ranges = results
-        tensors = [getattr(given, name) for name in self.tensors]
+        tensors = [getattr(args, name) for name in self.tensors]
         is_recorded = any(x is not None and x.requires_grad for x in tensors)
         to_bias = is_recorded or not self.is_chunked
-        given = given._replace(how=given.how | TO_BIAS * to_bias)
-        return self.backward, (torch.empty_like(out), None, out, lse, *ranges, *given)
+        args = args._replace(flags=args.flags | TO_BIAS * to_bias)
+        return self.backward, (torch.empty_like(out), None, out, lse, *ranges, *args)
 
 
-def _fit(given: Any, call: Call) -> bool:
-    q, k, v = given.q, given.k, given.v
+def _fit(args: Any, call: Call) -> bool:
+    q, k, v = args.q, args.k, args.v
     (batch, heads, queries, width), (kv_heads, keys) = q.shape, k.shape[1:3]
     sizes = {"B": batch, "H": heads, "Hk": kv_heads, "Q": queries, "K": keys, "D": width}
 

@@ -11,17 +11,17 @@ from posenc.ops.plan import Plan, Target
 _OF_TERMS = {"vectors": terms, "network": terms, "levels": cope}
 
 
-def plan_forward(given: Any, call: Call, plan: Plan, target: Target) -> None:
+def plan_forward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     """Make the output, the log-sum-exp, and the pruned ranges of keys of a kind that prunes."""
     if (kernels := _OF_TERMS.get(call.kind)) is not None:
-        kernels.plan_forward(given, call, plan)
+        kernels.plan_forward(args, call, plan)
     else:
-        attention.plan_forward(given, call, plan, target)
+        attention.plan_forward(args, call, plan, target)
 
 
-def plan_backward(given: Any, call: Call, plan: Plan, target: Target) -> None:
+def plan_backward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     """Make the gradients of q, k, v and the bias."""
     if (kernels := _OF_TERMS.get(call.kind)) is not None:
-        kernels.plan_backward(given, call, plan)
+        kernels.plan_backward(args, call, plan)
     else:
-        attention.plan_backward(given, call, plan, target)
+        attention.plan_backward(args, call, plan, target)

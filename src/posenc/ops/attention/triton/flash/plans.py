@@ -61,11 +61,11 @@ KINDS = {
 }
 
 
-def plan_forward(given: Any, call: Call, plan: Plan, target: Target) -> None:
+def plan_forward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     """Make the output, the log-sum-exp, and the pruned ranges of keys of a kind that prunes."""
     plan.least, plan.most = STARTS
     out, lse, *ranges = plan.results
-    walks, kernels = walks_of(given, call, plan, target), KINDS[call.kind]
+    walks, kernels = walks_of(args, call, plan, target), KINDS[call.kind]
     if is_short(walks.q, walks.k) and (few := kernels.prepare_few(walks)) is not None:
         launch_few(walks, few.bias, out, lse)
     else:
@@ -73,16 +73,16 @@ def plan_forward(given: Any, call: Call, plan: Plan, target: Target) -> None:
         launch_forward(walks, kernels.prepare(walks), out, lse, pruned)
 
 
-def plan_backward(given: Any, call: Call, plan: Plan, target: Target) -> None:
+def plan_backward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     """Make the gradients of q, k, v and the bias."""
     dq, dk, dv, *to_bias = plan.results
-    walks, kernels = walks_of(given, call, plan, target), KINDS[call.kind]
-    prepared, above = kernels.prepare(walks), above_of(walks, given)
+    walks, kernels = walks_of(args, call, plan, target), KINDS[call.kind]
+    prepared, above = kernels.prepare(walks), above_of(walks, args)
     gradient = Gradient(prepared.bias)
     if call.to_bias:
         to = dict(zip(call.bias._fields, to_bias, strict=False))
         gradient = kernels.gradient_of(walks, prepared, above, to)
-    ranges = whole(plan, given.ranges) if prunes(walks.q, walks.k, call) else NOTHING
+    ranges = whole(plan, args.ranges) if prunes(walks.q, walks.k, call) else NOTHING
     launch_backward(walks, prepared.tiles, above, (dq, dk, dv), gradient, ranges)
 
 

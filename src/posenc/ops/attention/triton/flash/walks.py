@@ -122,9 +122,9 @@ class Above(NamedTuple):
     delta: Operand
 
 
-def walks_of(given: Any, call: Any, plan: Plan, target: Target) -> Walks:
+def walks_of(args: Any, call: Any, plan: Plan, target: Target) -> Walks:
     """The walks of a call."""
-    q, k, v = (plan.with_dense_rows(x) for x in (given.q, given.k, given.v))
+    q, k, v = (plan.with_dense_rows(x) for x in (args.q, args.k, args.v))
     starts, first, last = (
         None if x is None else whole(plan, x) for x in (call.starts, call.first, call.last)
     )
@@ -153,12 +153,12 @@ def walks_of(given: Any, call: Any, plan: Plan, target: Target) -> Walks:
     return Walks(plan, target, q, k, v, call, sees)
 
 
-def above_of(walks: Walks, given: Any) -> Above:
+def above_of(walks: Walks, args: Any) -> Above:
     """The gradients of the output and the log-sum-exp, and these."""
     plan = walks.plan
-    out, lse = whole(plan, given.out), whole(plan, given.lse)
-    g_lse = NOTHING if given.g_lse is None else whole(plan, given.g_lse)
-    return Above(plan.with_dense_rows(given.g), g_lse, out, lse, plan.empty(lse.shape, lse.dtype))
+    out, lse = whole(plan, args.out), whole(plan, args.lse)
+    g_lse = NOTHING if args.g_lse is None else whole(plan, args.g_lse)
+    return Above(plan.with_dense_rows(args.g), g_lse, out, lse, plan.empty(lse.shape, lse.dtype))
 
 
 def launch_forward(
