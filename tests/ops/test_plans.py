@@ -27,7 +27,7 @@ from posenc.ops.attention.call import Call
 from posenc.ops.attention.op import OPS, arguments
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.op import MaybeWritten, Size, Start, Written, fields_of, schema_of
-from posenc.ops.plan import START, Launch, Operand, Step, plan_of
+from posenc.ops.plan import START, Launch, Operand, Plan, Step, layout_of, plan_of
 from posenc.ops.rotation import reference
 from posenc.ops.rotation.polar import polar_op
 from posenc.ops.rotation.rotation import (
@@ -330,6 +330,21 @@ def test_an_empty_call_is_planned():
     tables = torch.zeros(9, 4), torch.zeros(9, 4)
     plan = plan_for(norm_rotate_backward_op, x, x, weight, *tables, None, 0, 0, 1e-6, 0.0)
     assert [type(step).__name__ for step in plan.steps] == ["FillWithZeros"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_plan_is_made_for_tensors_on_two_devices(name):
+    """A kernel would take an address of the one for one of the other."""
+    op, make = CALLS[name]
+    call, places = make(), iter(range(20))
+    devices = iter([torch.device("cuda"), *[torch.device("cpu")] * 20])
+    operands = [
+        Operand(next(places), layout_of(x), next(devices)) if isinstance(x, Tensor) else x
+        for x in call
+    ]
+    plan = Plan(len(op.tensors), [layout_of(x) for x in op.results(call)], torch.device("cuda"))
+    with pytest.raises(ValueError, match="must be on one device"):
+        op.plan(op.call(*operands), plan, H200)
 
 
 @pytest.mark.parametrize("kind", KINDS.values())

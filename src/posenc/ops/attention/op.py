@@ -178,11 +178,11 @@ class AttentionOps:
 
         The functions that users call say in full what is wrong.
         """
-        call, tensors = self.call_of(args), [x for x in args if isinstance(x, Tensor)]
-        check_devices(who, *tensors)
+        call = self.call_of(args)
+        check_devices(who, *args)
         if not (args.q.dim() == args.k.dim() == args.v.dim() == 4 and _fit(args, call)):
             rule = "q (B, H, Q, D), k (B, Hk, K, D), v (B, Hk, K, Dv) and the bias must fit"
-            refuse(who, f"{rule} together", *tensors)
+            refuse(who, f"{rule} together", *args)
         return call
 
     def check_backward(self, args: Any) -> Call:
