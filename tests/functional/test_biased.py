@@ -18,9 +18,10 @@ from posenc.attention import (
     relative_score_mod,
     relative_terms,
 )
-from posenc.functional import alibi_bias, alibi_slopes
+from posenc.functional import alibi_bias, alibi_slopes, biased
 from posenc.interop.ring import ring_attention
 from posenc.ops.attention import rows as by_rows
+from posenc.ops.op import Op
 from support.attention import HEADS, STEEP, WIDTH, qkv, written_down
 
 B, COLUMNS, ZERO = 2, 37, 7
@@ -416,3 +417,37 @@ def test_autocast_to_another_dtype_changes_nothing(dtype):
     assert got.dtype == dtype
     assert torch.equal(got, wanted)
     assert all(map(torch.equal, torch.autograd.grad(got.sum(), (q, k, v)), back))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_without_options_gives_native_code_the_arguments_of_any_other(kind, monkeypatch):
+    """Native code would refuse others without a word, and every call on a GPU would go the long
+    way."""
+    seen = []
+    q, k, v = qkv(9, 30, groups=2)
+    bias = bias_of(kind, numbers_of(kind, 30))
+
+    def spy(self, *arguments):
+        seen.append(arguments)
+
+    monkeypatch.setattr(Op, "try_native", spy)
+    monkeypatch.setattr(Op, "__call__", lambda self, *arguments: (spy(self, *arguments), None))
+    biased._try_native(q, k, v, bias, True)
+    biased_attention(q, k, v, bias, causal=True)
+    quick, long = seen
+    assert len(quick) == len(long)
+    for a, b in zip(quick, long, strict=True):
+        assert type(a) is type(b)
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_subclass_of_a_bias_is_a_bias_of_its_kind(kind):
+    bias = bias_of(kind, numbers_of(kind, 30))
+
+    class Named(type(bias)):
+        pass
+
+    inputs = qkv(9, 30, groups=2)
+    wanted = biased_attention(*inputs, bias, causal=True)
+    assert torch.equal(biased_attention(*inputs, Named(*bias), causal=True), wanted)

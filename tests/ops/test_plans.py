@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import posenc
 from oracles import tables
 from posenc.ops.attention.biases import (
     KINDS,
@@ -353,6 +356,39 @@ def test_every_kind_of_bias_has_a_plan_forward_and_backward(kind):
     plan = backward_plan(kind)
     assert plan.steps
     assert len(plan.results) == 3 + sum(isinstance(x, Tensor) or x is None for x in BIASES[kind](9))
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_backward_plan_makes_whole_results_whatever_is_asked_of_it(kind):
+    """An empty result would be written past its end."""
+    op, q, *given = attention(kind=kind)
+    (ops,) = [OPS[fields] for fields, name in KINDS.items() if name == kind]
+    results = op.results(op.call(q, *given))
+    plan = plan_for(ops.backward, q, None, *results, q, *given)
+    written = {
+        x.place
+        for step in plan.steps
+        for x in leaves_of(step.arguments if isinstance(step, Launch) else step)
+        if isinstance(x, Operand)
+    }
+    for result in plan.results:
+        assert result.numel() or result.place not in written
+
+
+def leaves_of(value):
+    if isinstance(value, tuple):
+        for part in value:
+            yield from leaves_of(part)
+    else:
+        yield value
+
+
+def test_native_code_has_room_for_every_op():
+    """C launches for no more of them, and would leave the others to Python without a word."""
+    header = Path(posenc.__file__).parent / "ops" / "native" / "plans.h"
+    most = int(re.search(r"MOST_OPS = (\d+)", header.read_text())[1])
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if "posenc::" in schema.name]
+    assert 20 < sum(schema.overload_name == "plain" for schema in schemas) <= most
 
 
 def test_plans_that_python_keeps_are_bounded(monkeypatch):

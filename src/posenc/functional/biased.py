@@ -20,9 +20,8 @@ from posenc.ops.attention.biases import (
     RowBias,
     RunningSum,
     Slopes,
-    bias_of,
     check_bias,
-    fields_of,
+    numbers_of,
 )
 from posenc.ops.attention.call import CAUSAL, PRUNE, Call
 from posenc.ops.attention.places import check_places
@@ -212,7 +211,7 @@ def attend(
     mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], k.shape[2]), q.device)
     first, last = hide_padding(places.ids)
     call = Call.of(
-        fields_of(bias, q),
+        numbers_of(bias, q),
         start=places.start,
         scale=qk_checks.check_scale(who, scale, q),
         causal=causal,
@@ -263,7 +262,7 @@ def run(
     if isinstance(bias, TERMS) and by_kernel and backend in (None, "triton"):
         q, fields = bias.with_fields(q, k, call)
         return op.attend(q, k, v, call._replace(bias=fields))
-    formula = bias if isinstance(bias, BY_ROWS) else bias_of(call.bias, q, k)
+    formula = bias if isinstance(bias, BY_ROWS) else numbers_of(bias, q)
     if backend == "dense":
         return rows.attend_dense(q, k, v, call, formula, mask, dropout_p, who)
     if masked or isinstance(bias, BY_ROWS):
@@ -290,10 +289,10 @@ def _try_native(
         start = k.shape[-2] - q.shape[-2]
         if start < 0:
             return None
-        fields = fields_of(bias, q)
+        fields, flags = numbers_of(bias, q), PRUNE | CAUSAL * causal
         # As op.arguments, in half the time.
-        where = None, None, None, PRUNE | CAUSAL * causal, start, q.shape[-1] ** -0.5, -1, -1
-        result = op.OPS[type(fields)].forward.try_native(q, k, v, *fields, *where)
+        sees = op.Sees(None, None, None, None, flags, start, q.shape[-1] ** -0.5, -1, -1)
+        result = op.OPS[type(fields)].forward.try_native(q, k, v, *fields, *sees)
     except (AttributeError, IndexError, TypeError, RuntimeError, ZeroDivisionError):
         # They are not what they should be: the checks say why.
         return None
@@ -319,7 +318,7 @@ def attend_last(
     if sharding.is_sharded(q):
         assert padding is None
         return attend("the patched model", q, k, v, bias, **how)[0]
-    call = Call.of(fields_of(bias, q), start=k.shape[2] - q.shape[2], padding=padding, **how)
+    call = Call.of(numbers_of(bias, q), start=k.shape[2] - q.shape[2], padding=padding, **how)
     return run("the patched model", q, k, v, bias, call)[0]
 
 

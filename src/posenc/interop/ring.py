@@ -30,7 +30,7 @@ from posenc.ops.attention.biases import (
     Slopes,
     check_bias,
     described,
-    fields_of,
+    numbers_of,
 )
 from posenc.ops.attention.call import Call
 from posenc.ops.attention.places import check_places
@@ -197,7 +197,7 @@ def attend(
     if not q.shape[0] or not tokens:
         return biased.attend(who, q, k, v, bias, causal=causal)
     route = Route(ranks.world, tokens // 2 if zigzag else tokens, zigzag, causal, k.shape[1])
-    fields, values, zero = fields_of(bias, q), None, 0
+    fields, values, zero = numbers_of(bias, q), None, 0
     kind = KINDS[type(fields)]
     if isinstance(fields, NUMBERS):
         values, zero = fields.values, getattr(fields, "zero", 0)
@@ -527,7 +527,7 @@ class Job(NamedTuple):
             start = k.shape[2] if self.kind == "sums" else distance
             # Where all keys are earlier, a causal mask hides none: kernels have less to compute.
             how = {"scale": self.scale, "causal": start >= k.shape[2]}
-            call = Call.of(fields_of(bias, q), start=start, **how)
+            call = Call.of(numbers_of(bias, q), start=start, **how)
             results = biased.run(self.who, q, k, v, bias, call)
         out, lse = (x.unflatten(1, inputs[0].shape[1:3]) for x in results)
         return out, lse

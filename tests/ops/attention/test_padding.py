@@ -115,3 +115,20 @@ def test_a_query_whose_own_key_is_hidden_keeps_far_keys(kind, monkeypatch):
     seen = (j <= i) & (j < 20)
     scores = (q @ q.mT - (i - j).abs()).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("places", ["starts", "documents"])
+def test_each_sequence_has_its_own_hidden_keys_where_others_are_shared(places):
+    torch.manual_seed(3)
+    q, k, v = torch.randn(3, 2, 2, 30, 16).unbind()
+    padding = torch.ones(2, 30, dtype=torch.uint8)
+    padding[0, :3] = 0
+    call = call_of(torch.ones(1, 2), "slopes", start=0, scale=0.25, padding=padding)
+    shared = {"starts": torch.zeros(1, dtype=torch.int64)}
+    if places == "documents":
+        zero = torch.zeros(1, 30, dtype=torch.int64)
+        shared = {"first": zero, "last": zero + 29}
+    out, lse = op.attend(q, k, v, call._replace(**shared))
+    wanted, wanted_lse = op.attend(q, k, v, call)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)

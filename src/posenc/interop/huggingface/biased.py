@@ -2,9 +2,9 @@
 
 Each function with the name of a model replaces the ``forward`` of an attention class, and has its
 parameters. The model that holds the layers makes no matrix for a mask any more, but passes a row
-for each sequence, ``[B, K]``, which is subtracted from the scores: `HIDDEN` at padding, else zero;
-``[1, 1]`` if there is no padding. Calls that our attention cannot serve run the model's own code
-instead, and so do short ones on the CPU, where that is faster.
+for each sequence, ``[B, K]``: `HIDDEN` at padding, else zero; ``[1, 1]`` if there is no padding.
+Calls that our attention cannot serve run the model's own code instead, and so do short ones on the
+CPU, where that is faster.
 """
 
 from __future__ import annotations
@@ -156,15 +156,14 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: RunningSum | DistanceTable, mask: Tensor, **how: Any
 ) -> Tensor:
     """Attention of the last queries, ``[B, H, Q, D]``, without the keys at padding."""
-    width = v.shape[3]
     padding = None
     if mask.shape[1] > 1 and type(q) is Tensor and not q.is_cuda:
         padding = (mask == 0).byte()
     elif mask.shape[1] > 1 and isinstance(bias, RunningSum):
         bias = RunningSum(bias.values + mask.unsqueeze(1))
     elif mask.shape[1] > 1:
-        q, k, v = _hide(q, k, v, mask)
-    return attend_last(q, k, v, bias, padding=padding, **how)[..., :width]
+        q, k = _hide(q, k, mask)
+    return attend_last(q, k, v, bias, padding=padding, **how)
 
 
 def _self(
@@ -202,14 +201,14 @@ def _bucket_numbers(layer: Any, queries: int, keys: int, device: torch.device) -
     return -bias[None] if queries == 1 else bias
 
 
-def _hide(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _hide(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Lower the scores of keys at padding by further channels.
 
     There are sixteen, 256 for queries, -256 or 0 for keys, exact in every dtype: GPUs read rows
     whose width is a multiple of 16 faster.
     """
     low = (mask * (-256.0 / HIDDEN)).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 16)
-    return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1), v
+    return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1)
 
 
 def _cross(layer: Any, x: Tensor, states: Tensor, padding: Tensor, cache: Any) -> Tensor:

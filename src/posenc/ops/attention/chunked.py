@@ -96,11 +96,10 @@ def backward(
 
 def _sequences(call: Call) -> Iterator[tuple[slice, Call]]:
     """Split a call where sequences see different keys; in each part, `start` is an int."""
-    given = [x for x in (call.starts, call.first) if x is not None]
-    if not given:
+    if call.starts is None and call.first is None:
         yield slice(None), call
         return
-    count = max(len(x) for x in given)
+    count = max(len(x) for x in (call.starts, call.first, call.padding) if x is not None)
     starts = [call.start] if call.starts is None else call.starts.tolist()
 
     def of(x: Any, b: int) -> Any:

@@ -170,7 +170,9 @@ class AttentionOps:
         causal, prune = bool(args.flags & CAUSAL), bool(args.flags & PRUNE)
         window = None if args.left == args.right == -1 else (args.left, args.right)
         places = args.starts, args.first, args.last
-        others = args.padding, bool(args.flags & CHUNKED), bool(args.flags & TO_BIAS)
+        # The kernels of vectors, networks and levels make their gradients in any case.
+        to_bias = bool(args.flags & TO_BIAS) or not self.is_chunked
+        others = args.padding, bool(args.flags & CHUNKED), to_bias
         return Call(bias, *places, args.start, args.scale, causal, prune, window, *others)
 
     def check(self, who: str, args: Any) -> Call:
@@ -235,8 +237,8 @@ class AttentionOps:
 
     def _has_plan(self, args: Any) -> bool:
         # The kernels that hide keys are behind the door of the tests.
-        is_hidden = args.padding is not None
-        return has_kernel(args.q, args.v) and not (is_hidden or self.call_of(args).chunked)
+        is_hidden, is_chunked = args.padding is not None, bool(args.flags & CHUNKED)
+        return has_kernel(args.q, args.v) and not (is_hidden or is_chunked)
 
     def _plan(self, args: Any, plan: Plan, target: Target) -> None:
         from posenc.ops.attention.triton import plans
@@ -291,23 +293,19 @@ class AttentionOps:
             return dict(zip(names, grads, strict=True))
         g = torch.zeros_like(out) if g is None else g
         needs = dict(zip(self.forward.names, ctx.needs_input_grad, strict=True))
-        # The kernels of vectors, networks and levels make their gradients in any case.
-        to_bias = not self.is_chunked or any(needs[name] for name in self.tensors)
-        args = args._replace(flags=args.flags | TO_BIAS * to_bias)
+        needs_bias = any(needs[name] for name in self.tensors)
+        args = args._replace(flags=args.flags | TO_BIAS * needs_bias)
         grads = self.backward(g, g_lse, out, lse, *ranges, *args)
-        return {
-            name: grad
-            for name, grad in zip(names, grads, strict=True)
-            if saved[name] is not None and (to_bias or name in Inputs._fields)
-        }
+        made = names if self.call_of(args).to_bias else Inputs._fields
+        pairs = zip(made, grads, strict=False)
+        return {name: grad for name, grad in pairs if saved[name] is not None}
 
     def _backward_call(self, args: Any, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
         """The call of the gradients, if the output alone has one."""
         out, lse, *ranges = results
         tensors = [getattr(args, name) for name in self.tensors]
         is_recorded = any(x is not None and x.requires_grad for x in tensors)
-        to_bias = is_recorded or not self.is_chunked
-        args = args._replace(flags=args.flags | TO_BIAS * to_bias)
+        args = args._replace(flags=args.flags | TO_BIAS * is_recorded)
         return self.backward, (torch.empty_like(out), None, out, lse, *ranges, *args)
 
 

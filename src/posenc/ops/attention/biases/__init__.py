@@ -41,7 +41,7 @@ __all__ = [
     "bias_of",
     "check_bias",
     "described",
-    "fields_of",
+    "numbers_of",
     "refuse_sharded",
 ]
 
@@ -107,7 +107,7 @@ def refuse_sharded(who: str, kind: str) -> NoReturn:
     checks.fail(who, rule, kind, "Call the function on local tensors.", TypeError)
 
 
-def fields_of(bias: Bias | None, q: Tensor) -> NoBias | Numbers:
+def numbers_of(bias: Bias | None, q: Tensor) -> NoBias | Numbers:
     """What an op has of a bias that it takes as it is, on the device of the queries."""
     if not isinstance(bias, NUMBERS):
         return NoBias()

@@ -40,7 +40,7 @@ class DistanceTable(NamedTuple):
 
     def as_fields(self, dtype: torch.dtype) -> DistanceTable:
         """As the ops have it."""
-        return self._replace(values=self.values.to(wide_of(self.values, dtype)))
+        return DistanceTable(self.values.to(wide_of(self.values, dtype)), self.zero)
 
     def is_valid(self, q: Any, k: Any, causal: bool) -> bool:
         """Whether the fields fit beyond their axes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -47,24 +46,23 @@ class Products(NamedTuple):
     def of(self, where: Where, scores: Tensor) -> Tensor:
         """The bias of queries and keys, ``[B, H, n, k]``."""
         wide, own, index = scores.dtype, where.query_index, where.key_index
-        parts = []
+        result = None
 
         def keys() -> Tensor:
             return for_each_query_head(self.k[:, :, where.keys].to(wide), self.q.shape[1])
 
         if self.shift is not None:
-            parts.append(self.shift.to(wide)[:, None] * where.scale @ keys().mT)
+            result = self.shift.to(wide)[:, None] * where.scale @ keys().mT
         if self.for_queries is not None and own.shape[1]:
             q = self.q[:, :, where.queries].to(wide) * where.scale
-            parts.append(_by_queries(q, self.for_queries, self.rows, own, index))
+            result = _sum(result, _by_queries(q, self.for_queries, self.rows, own, index))
         if self.of_keys is not None:
             at = self.rows(own[..., None] - index)
-            parts.append(_take(self.of_keys[..., where.keys], at, -2))
+            result = _sum(result, _take(self.of_keys[..., where.keys], at, -2))
         elif self.for_keys is not None and own.shape[1]:
             vectors = self.for_keys * where.scale
-            parts.append(_by_keys(keys(), vectors, self.rows, own - index[:1]))
-        nothing = scores.new_zeros((*self.q.shape[:2], 1, 1))
-        return functools.reduce(torch.add, parts) if parts else nothing
+            result = _sum(result, _by_keys(keys(), vectors, self.rows, own - index[:1]))
+        return scores.new_zeros((*self.q.shape[:2], 1, 1)) if result is None else result
 
     def with_products_of_keys(self, scale: float) -> Products:
         """The same, with the products of all keys and all vectors, once for all queries.
@@ -219,6 +217,10 @@ def _rows_of_distances(q: Tensor, k: Tensor, bias: Products, call: Call) -> tupl
         most = lower(most, upper(call.start + queries - 1, 0))
     least, most = upper(bias.least, least), lower(bias.most, most)
     return bias.rows(torch.arange(least, most + 1, device=q.device)), -least
+
+
+def _sum(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a + b
 
 
 def _by_queries(
