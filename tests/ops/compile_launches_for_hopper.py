@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.backends.compiler import GPUTarget
 
-from posenc.ops import execute, polar
+from posenc.ops import execute
 from posenc.ops.attention.biases import (
     DistanceTable,
     LevelFields,
@@ -25,6 +25,7 @@ from posenc.ops.attention.call import Call
 from posenc.ops.attention.op import OPS, arguments
 from posenc.ops.cache.cache import rotate_and_cache_op
 from posenc.ops.plan import Constant, Launch
+from posenc.ops.rotation.polar import polar_backward_op, polar_op
 from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op, rotate_qk_op
 from posenc.ops.rotation.spec import Norm, Spec, TableRows, flatten
 from support.flash import use_one_attention
@@ -87,8 +88,8 @@ def pope(dtype):
     """PoPE and its gradient, with a phase."""
     x, cos = torch.empty(2, 8, 100, 96, dtype=getattr(torch, dtype)), torch.empty(100, 96)
     y, delta = torch.empty(2, 8, 100, 192, dtype=x.dtype), torch.empty(8, 96)
-    compile_plan(polar.polar_op, x, delta, cos, cos, None, 0)
-    compile_plan(polar.polar_backward_op, y, x, delta, cos, cos, None, 0)
+    compile_plan(polar_op, x, delta, cos, cos, None, 0)
+    compile_plan(polar_backward_op, y, x, delta, cos, cos, None, 0)
 
 
 def compile_attention(inputs, call):
