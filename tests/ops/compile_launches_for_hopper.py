@@ -28,7 +28,6 @@ from posenc.ops.plan import Constant, Launch
 from posenc.ops.rotation.polar import polar_backward_op, polar_op
 from posenc.ops.rotation.rotation import norm_rotate_backward_op, norm_rotate_op, rotate_qk_op
 from posenc.ops.rotation.spec import Norm, Spec, TableRows, flatten
-from support.flash import use_one_attention
 from support.plans import plan_for
 
 
@@ -92,10 +91,12 @@ def pope(dtype):
     compile_plan(polar_backward_op, y, x, delta, cos, cos, None, 0)
 
 
-def compile_attention(inputs, call):
+def compile_attention(inputs, call, both=True):
     """All kernels of a kind of bias, forward and backward."""
     ops, given = OPS[type(call.bias)], (*inputs, *arguments(call._replace(to_bias=True)))
     compile_plan(ops.forward, *given)
+    if not both:
+        return
     results = ops.forward.results(ops.forward.call(*given))
     compile_plan(ops.backward, inputs[0], None, *results, *given)
 
@@ -125,23 +126,19 @@ def products(width, *others):
     dtype = torch.float32 if others else torch.bfloat16
     q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
     vectors = torch.zeros(99, 1, width, dtype=dtype)
-    for fields, causal in (
-        (VectorFields(q, k, vectors, vectors, 49), False),
-        (NetworkFields(torch.ones(2 + 4 + (2 + 4) * 32)), False),
-        (LevelFields(torch.zeros(2, 4, length, 64)), True),
+    own = q[:, :, :1]
+    for fields, causal, queries in (
+        (VectorFields(q, k, vectors, vectors, 49), False, q),
+        (VectorFields(None, None, vectors, None, 49), True, q),
+        (VectorFields(None, None, vectors, vectors, 49), True, own),
+        (NetworkFields(torch.ones(2 + 4 + (2 + 4) * 32)), False, q),
+        (NetworkFields(torch.ones(2 + 4 + (2 + 4) * 32)), True, own),
+        (LevelFields(torch.zeros(2, 4, length, 64)), True, q),
+        (LevelFields(torch.zeros(2, 4, 1, 64)), True, own),
     ):
-        compile_attention((q, k, v), Call.of(fields, start=0, scale=1.0, causal=causal))
-
-
-def one(kind, *words):
-    """All kernels of a bias by the one attention, which have few parameters."""
-    from posenc.ops.attention.triton.flash import backward, forward
-
-    use_one_attention(setattr)
-    for kernel in vars(forward) | vars(backward):
-        function = getattr(forward, kernel, None) or getattr(backward, kernel)
-        assert len(getattr(function, "arg_names", ())) <= 24, kernel
-    globals()[kind](*words)
+        start = length - queries.shape[2]
+        call = Call.of(fields, start=start, scale=1.0, causal=causal)
+        compile_attention((queries, k, v), call, both=queries is q)
 
 
 HOOK = """

@@ -16,9 +16,8 @@ def compiled(folder, cases):
 
 
 ATTENTION = {"forward", "to_queries", "to_keys", "split", "combine"}
-PRODUCTS = {"forward", "to_queries", "to_keys", "to_vectors", "at_ends", "fold", "lines_of"}
-PRODUCTS |= {"logs_of", "to_network"}
-ONE_PRODUCTS = PRODUCTS - {"to_vectors"} | {"to_bias", "count_gates"}
+PRODUCTS = {"forward", "to_queries", "to_keys", "to_bias", "at_ends", "fold", "lines_of"}
+PRODUCTS |= {"logs_of", "to_network", "count_gates", "split", "combine", "with_all"}
 CASES = {
     "rotation split": {"_rotate", "_forward", "_backward"},
     "rotation heads": {"_rotate", "_forward", "_backward"},
@@ -31,23 +30,16 @@ CASES = {
     "write float8_e5m2 interleaved": {"write_cache"},
     "write int8 interleaved": {"write_cache"},
     "bias slopes 64": ATTENTION,
-    "bias table 80": ATTENTION,
+    "bias table 80": ATTENTION | {"to_bias"},
     "bias sums 128": ATTENTION,
-    "bias table 256": ATTENTION,
-    "bias table 128 float32": ATTENTION,
+    "bias table 256": ATTENTION | {"to_bias"},
+    "bias table 128 float32": ATTENTION | {"to_bias"},
     "products 64": PRODUCTS,
     "products 256 float32": PRODUCTS,
     "hooks": {"add"},
-    "one bias slopes 64": ATTENTION,
-    "one bias table 80": ATTENTION | {"to_bias"},
-    "one bias sums 128": ATTENTION,
-    "one bias table 256": ATTENTION | {"to_bias"},
-    "one bias table 128 float32": ATTENTION | {"to_bias"},
-    "one products 64": ONE_PRODUCTS,
-    "one products 256 float32": ONE_PRODUCTS,
 }
 QUICK = ["rotation rest", "write float8_e4m3fn half", "hooks"]
-KINDS = ["rotation", "pope", "write", "bias", "products", "one bias", "one products"]
+KINDS = ["rotation", "pope", "write", "bias", "products"]
 
 
 def groups():

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from posenc.functional.biased import hide_padding
+from posenc.ops import native
+from posenc.ops.attention import op
 from posenc.ops.attention.op import fits_kernels
 from support.attention import DEVICE, call_of, numbers_of, written_down
 from support.plans import planned_attention, planned_gradients
@@ -130,9 +132,9 @@ def test_results_and_gradients_are_those_of_float64(name, kind):
 )
 def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
     from posenc.ops import execute
-    from posenc.ops.attention.triton import attention
+    from posenc.ops.attention.triton import walks
 
-    monkeypatch.setattr(attention, "PRUNE_FROM", 0)
+    monkeypatch.setattr(walks, "PRUNE_FROM", 0)
     monkeypatch.setattr(execute, "_plans", OrderedDict())
     case = {"size": (70, 400), "steep": 8.0, "causal": causal}
     made, back, wanted, grads, ranges = run(kind, **case)
@@ -144,9 +146,9 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
 @pytest.mark.parametrize("kind", ["slopes", "sums"])
 def test_a_window_and_pruning_together(kind, monkeypatch):
     from posenc.ops import execute
-    from posenc.ops.attention.triton import attention
+    from posenc.ops.attention.triton import walks
 
-    monkeypatch.setattr(attention, "PRUNE_FROM", 0)
+    monkeypatch.setattr(walks, "PRUNE_FROM", 0)
     monkeypatch.setattr(execute, "_plans", OrderedDict())
     case = {"size": (150, 300), "steep": 0.5, "window": (100, 100), "documents": True}
     made, back, wanted, grads, _ = run(kind, **case)
@@ -255,3 +257,20 @@ def test_every_width_and_dtype(kind, width, dtype):
     case = {"size": (700, 1500), "heads": (4, 2), "width": width, "columns": 300, "steep": 0.2}
     made, back, wanted, grads, _ = run(kind, **case, dtype=dtype)
     assert_is_exact(made, back, wanted, grads, dtype)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.skipif(not native.carries_out_plans, reason="needs the extension")
+@pytest.mark.parametrize("size", [(3, 391), (391, 391), (1301, 1301)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_executors_give_the_same_bits(kind, size):
+    """The second call of a kind is carried out by C; no other test has these lengths."""
+    queries, keys = size
+    q, k, v = (torch.randn(1, 2, n, 64, device=DEVICE).bfloat16() for n in (queries, keys, keys))
+    values = numbers_of(kind, 2, keys, batch=1, columns=40, steep=1.0)
+    values = None if values is None else values.to(DEVICE)
+    call = call_of(values, kind, start=keys - queries, scale=0.125)
+    wanted = planned_attention(q, k, v, call)
+    for _ in "ab":
+        results = op.attend(q, k, v, call)
+        assert all(torch.equal(x, y) for x, y in zip(results[:2], wanted[:2], strict=True))

@@ -80,4 +80,6 @@ def test_queries_may_be_anywhere(kernel, dtype, tolerance, queries, keys, start,
     got_back = backward(*seeds, (q, k, v, out, lse, *ranges), call, to_values)
 
     for a, b in zip((out, lse, *got_back), (*wanted, *wanted_back), strict=False):
-        assert_close(a.double().cpu(), b.detach(), rtol=tolerance, atol=tolerance)
+        # A gradient of a slope is a sum of many distances, and of the size of the largest.
+        largest = max(1.0, b[b.isfinite()].abs().max().item())
+        assert_close(a.double().cpu(), b.detach(), rtol=0.0, atol=tolerance * largest)

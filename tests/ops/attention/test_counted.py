@@ -110,5 +110,5 @@ def test_the_backward_op_passes_opcheck():
 
 def test_the_op_counts_from_the_query_backwards_only():
     (q, k, v, _), _, call = given((9, 12))
-    with pytest.raises(ValueError, match=r"posenc::attend_levels: .* must fit"):
+    with pytest.raises(ValueError, match=r"posenc::attend_cope: .* must fit"):
         op.attend(q, k, v, call._replace(causal=False))

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from posenc.ops.attention import op
-from posenc.ops.attention.biases import DistanceTable, Fields, NoBias, RunningSum, Slopes
+from posenc.ops.attention.biases import (
+    KINDS,
+    DistanceTable,
+    Fields,
+    NoBias,
+    RunningSum,
+    Slopes,
+)
 from posenc.ops.attention.biases.kind import axes_of, fits
 from posenc.ops.attention.call import Call
 from support.attention import call_of, numbers_of
@@ -91,7 +98,7 @@ def test_arguments_that_fit_are_taken():
 
 @pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
 def test_the_ops_refuse_what_does_not_fit(change):
-    name = f"posenc::attend_{call_with(**change)[1].kind}"
+    name = f"posenc::attend_{KINDS[type(call_with(**change)[1].bias)]}"
     with pytest.raises(ValueError, match=f"{name}: "):
         attend(**change)
     with pytest.raises(ValueError, match=f"{name}_backward: "):

@@ -6,7 +6,6 @@ import torch
 from posenc.ops.attention import op
 from posenc.ops.attention.op import OPS, arguments
 from support.attention import DEVICE, call_of, close, cut_into_small_pieces, numbers_of
-from support.flash import use_one_attention
 from support.plans import planned_attention, planned_gradients
 
 SLOW = pytest.mark.slow
@@ -40,7 +39,6 @@ def all_at_once(inputs, call, g, g_lse):
 def attend(request, monkeypatch):
     if request.param is by_kernel:
         pytest.importorskip("triton")
-        use_one_attention(monkeypatch.setattr)
     cut_into_small_pieces(monkeypatch)
     return request.param
 

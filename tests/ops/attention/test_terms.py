@@ -205,7 +205,7 @@ def test_the_op_refuses_keys_of_fewer_channels_than_queries():
 def test_the_op_refuses_a_network_of_another_number_of_heads():
     inputs, _, call = given((9, 12), has=(False, False), knots=3)
     bias = NetworkFields(call.bias.network[:-1])
-    with pytest.raises(ValueError, match=r"posenc::attend_network: .* must fit"):
+    with pytest.raises(ValueError, match=r"posenc::attend_fire: .* must fit"):
         op.attend(*inputs, call._replace(bias=bias))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc.numerics.spans import Spans, Window, spans
-from posenc.ops.attention.biases import KINDS, PRUNED, Fields
+from posenc.ops.attention.biases import PRUNED, Fields
 
 # Bits of the argument `flags` of the ops.
 CAUSAL, PRUNE, CHUNKED, TO_BIAS = 1, 2, 4, 8
@@ -57,11 +57,6 @@ class Call(NamedTuple):
     def prunes(self) -> bool:
         """Whether far keys are left out."""
         return self.prune and isinstance(self.bias, PRUNED)
-
-    @property
-    def kind(self) -> str:
-        """The name of the bias's kind."""
-        return KINDS[type(self.bias)]
 
     def spans(self, queries: int, keys: int, device: torch.device) -> Spans:
         """The keys that each query sees."""

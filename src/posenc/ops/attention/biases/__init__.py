@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, get_args
 
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc.ops.attention.biases.cope import CopeLevels, LevelFields
 from posenc.ops.attention.biases.fire import FireNetwork, NetworkFields
-from posenc.ops.attention.biases.kind import NoBias
+from posenc.ops.attention.biases.none import NoBias
 from posenc.ops.attention.biases.row_bias import RowBias
 from posenc.ops.attention.biases.slopes import Slopes
 from posenc.ops.attention.biases.sums import RunningSum
@@ -51,23 +51,17 @@ NUMBERS = (Slopes, DistanceTable, RunningSum)
 # What kernels compute tile by tile, with the scores.
 Terms: TypeAlias = Products | FireNetwork | CopeLevels
 TERMS = (Products, FireNetwork, CopeLevels)
+# What the ops have of a bias. The file of each names its ops: posenc::attend_slopes.
+Fields: TypeAlias = NoBias | Numbers | VectorFields | NetworkFields | LevelFields
+KINDS: dict[type[Fields], str] = {
+    kind: kind.__module__.rpartition(".")[2] for kind in get_args(Fields)
+}
 Bias: TypeAlias = Numbers | RowBias | Terms
 """The type of whatever :func:`biased_attention` takes as a bias: :class:`Slopes`,
 :class:`DistanceTable`, :class:`RunningSum`, :class:`RowBias`, and what :func:`relative_terms` and
 ``as_bias`` of a module return."""
 # Biases that are computed for a few queries at a time where there is no kernel.
 BY_ROWS = (RowBias, *TERMS)
-# What the ops have of a bias, and their names: posenc::attend_slopes.
-Fields: TypeAlias = NoBias | Numbers | VectorFields | NetworkFields | LevelFields
-KINDS: dict[type[Fields], str] = {
-    NoBias: "without_bias",
-    Slopes: "slopes",
-    DistanceTable: "table",
-    RunningSum: "sums",
-    VectorFields: "vectors",
-    NetworkFields: "network",
-    LevelFields: "levels",
-}
 # Those by which far keys may be left out, and what gates of scores count, so that it is added when
 # keys are hidden.
 PRUNED = (Slopes, RunningSum)
@@ -118,6 +112,6 @@ def numbers_of(bias: Bias | None, q: Tensor) -> NoBias | Numbers:
 
 def bias_of(fields: Fields, q: Tensor, k: Tensor) -> NoBias | Bias:
     """The bias of an op's fields."""
-    if isinstance(fields, (VectorFields, NetworkFields, LevelFields)):
-        return fields.as_bias(q, k)
-    return fields
+    if isinstance(fields, (NoBias, *NUMBERS)):
+        return fields
+    return fields.as_bias(q, k)

@@ -2,8 +2,8 @@
 
 A kind is a file here. Its fields are a NamedTuple whose tensors state their axes: the arguments of
 the ops of attention with this bias, their check, and the shapes of their gradients follow. Its
-formula, ``of``, consists of torch operations: it is what the bias *is*. Where a kind has hooks for
-Triton, they are in the file of the same name in `triton/flash`.
+formula, ``of``, consists of torch operations: it is what the bias *is*. What it does on a GPU is in
+the file of the same name in `triton`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,6 @@ class Where(NamedTuple):
     keys: slice
     first: Tensor | None  # the first key of each key's document, int64 [1 or B, K]
     scale: float  # of the products of queries and keys
-
-
-class NoBias(NamedTuple):
-    """Attention without a bias."""
-
-    def is_valid(self, q: Any, k: Any, causal: bool) -> bool:
-        """Whether the fields fit beyond their axes."""
-        return True
 
 
 @functools.cache

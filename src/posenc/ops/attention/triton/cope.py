@@ -1,373 +1,355 @@
-"""Attention with positions that gates count (CoPE): the kernels.
+"""CoPE: positions that gates of the scores count, and levels at them.
 
-A query's position of key ``j`` is the sum of the gates of keys ``j`` to its own, so tiles of keys
-are visited from the query's own backwards, and ``counts`` is the sum of those visited. The bias is
-interpolated between ``levels``, the products of the query with the embeddings of whole
-positions. Once all queries of a block have counted to the last position, the bias is its level, and
-no gate is needed. For the backward pass `to_queries` stores, for each tile that it visits with
-gates, the counts and the sum of the positions' gradients; `to_keys` reads them.
+A query's position of key ``j`` is the sum of the gates of keys ``j`` to its own. `count_gates`
+counts, before any walk, from the query's own tile backwards, until all queries of a block have
+counted to the last position; earlier tiles have the level of that one, and no gate is needed. The
+walks then take tiles in any order, and the gradient of a gate is the sum of those of the positions
+of its key and of earlier ones.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.attention import (
-    OPTIONS,
-    STARTS,
-    constants_of,
-    places_of,
-    whole,
-    with_whole_places,
-)
-from posenc.ops.attention.triton.attention_parts import (
+from posenc.ops.attention.triton.parts import (
+    BEFORE,
     LN2,
     LOG2E,
-    load_lse,
-    load_rows,
-    queries_of_keys,
-    query_block,
-    query_start,
-    softmax_begin,
-    softmax_end,
-    softmax_step,
-    store_delta,
-    store_rows,
-    visible_rows,
+    NO_HOOKS,
+    QUERIES,
+    block_at,
+    load_tile,
+    number_of,
+    program_of,
+    start_of,
+    store_tile,
+    tile_at,
+    tiles_of,
 )
-from posenc.ops.plan import Operand, Plan, strides
+from posenc.ops.attention.triton.walks import (
+    NOTHING,
+    OPTIONS,
+    Above,
+    Gradient,
+    Prepared,
+    Tiles,
+    Walks,
+    hooks,
+    rows_of,
+)
+from posenc.ops.plan import Constant, Operand
 
-# Lengths, offsets and windows, which would compile a kernel again.
-UNSPECIALIZED = ["start", "left", "right", "keys", "queries"]
-# Queries and keys of a tile, of halves in heads up to 64, up to 128 and wider, then of float32 in
-# the same heads; and the warps and stages of each kernel.
-TILES = 64, 64, 32, 32, 32, 16
-WARPS = {
-    "forward": ((4, 2), (4, 2), (4, 1), (4, 1), (4, 1), (4, 1)),
-    "to_queries": ((4, 2), (4, 2), (4, 1), (4, 1), (4, 1), (4, 1)),
-    "to_keys": ((8, 1), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
-}
+# Queries of a block that count together, where there are few.
+FEW = tl.constexpr(16)
+
+
+class Cope(NamedTuple):
+    """Levels ``(B, H, Q, P)`` at whole positions, and how far was counted before each tile."""
+
+    hooks: Any
+    levels: Any  # Rows
+    counted: Any  # (B, H, tiles, Q); only tiles with gates are written
+    gated: Any  # the first of these of each block of queries, and the one after, (B, H, blocks, 2)
+    passed: Any  # sums of positions' gradients of tiles before, as `counted`, or None
+    to_levels: Any  # Rows, or None
+    last: Any  # position
+    queries: Any  # of a sequence
+    block: Any  # keys of a tile
+
+
+class CopeRows(NamedTuple):
+    """The levels of queries, where the first tile was counted, and the tiles with gates."""
+
+    levels: Any
+    at: Any
+    present: Any
+    begin: Any
+    end: Any
+
+
+class Gates(NamedTuple):
+    """The gates of a tile, its positions, and the slopes of their levels."""
+
+    gates: Any
+    places: Any
+    slopes: Any
+
+
+class Levels(NamedTuple):
+    """The sums of positions' gradients of earlier tiles, and the gradients of levels."""
+
+    passed: Any
+    to_levels: Any
+    to_last: Any
 
 
 @triton.jit
-def seen_keys(low, high, column0, BLOCK: tl.constexpr):
-    """Which keys of a tile the queries see."""
-    columns = column0 + tl.arange(0, BLOCK)
-    return (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
+def cope_rows(bias, head, sees, block, q):
+    M: tl.constexpr = block.rows.shape[0]
+    levels = load_tile(bias.levels, block.b, block.h, block.row0, sees.queries, M, True)
+    gated = bias.gated + 2 * number_of(block, sees)
+    tiles = (sees.keys + bias.block - 1) // bias.block
+    at = (block.b * sees.heads + block.h) * tiles * sees.queries + block.rows
+    begin = tl.load(gated)
+    return CopeRows(levels.to(tl.float32), at, block.present, begin, tl.load(gated + 1))
 
 
 @triton.jit
-def last_level(levels, LAST: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The level of the last position."""
-    return tl.sum(tl.where(tl.arange(0, BLOCK_P)[None, :] == LAST, levels, 0.0), 1)
+def gated_tiles(bias, rows, i0, begin, end, M: tl.constexpr, N: tl.constexpr):
+    return rows.begin, end
 
 
 @triton.jit
-def count(scores, seen, counts, levels, LAST: tl.constexpr):
-    """The gates of a tile, its positions, their levels, and the levels' slopes."""
-    gates = tl.where(seen, tl.sigmoid(scores), 0.0)
-    at = tl.minimum(counts[:, None] + tl.cumsum(gates, 1, reverse=True), LAST * 1.0)
-    below = tl.floor(at).to(tl.int32)
+def cope_columns(bias, head, sees, b, h, j0, k):
+    """Where the blocks of queries of a head say which of their tiles have gates."""
+    N: tl.constexpr = k.shape[0]
+    blocks = (sees.queries + N - 1) // N
+    return bias.gated + 2 * (b * sees.heads + h) * blocks
+
+
+@triton.jit
+def gated_blocks(bias, columns, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
+    """No block from the second of these on has gates of a tile of keys."""
+    far = begin
+    for m in range(begin, end, 64):
+        block = m + tl.arange(0, 64)
+        first = tl.load(columns + 2 * block, mask=block < end, other=0)
+        is_gated = (block < end) & (first <= j0 // N)
+        far = tl.maximum(far, tl.max(tl.where(is_gated, block + 1, begin)))
+    return begin, far
+
+
+@triton.jit
+def place_of(rows, bias, n):
+    """Where sums of a tile are, and whether it has gates: there are none if not."""
+    has_gates = rows.present & (n >= rows.begin) & (n < rows.end)
+    return rows.at + bias.queries.to(tl.int64) * n, has_gates
+
+
+@triton.jit
+def last_level(levels, LAST: tl.constexpr):
+    places = tl.arange(0, levels.shape[1])[None, :]
+    return tl.sum(tl.where(places == LAST, levels, 0.0), 1)
+
+
+@triton.jit
+def gated_levels(scores, seen, counts, levels, LAST: tl.constexpr):
+    """The levels at the positions of a tile, and its gates, in units of log2."""
+    gates = tl.where(seen, tl.sigmoid(scores * LN2), 0.0)
+    places = tl.minimum(counts[:, None] + tl.cumsum(gates, 1, reverse=True), LAST * 1.0)
+    below = tl.floor(places).to(tl.int32)
     left = tl.gather(levels, below, 1)
-    slope = tl.gather(levels, tl.minimum(below + 1, LAST), 1) - left
-    return gates, at, left + slope * (at - below.to(tl.float32)), slope
+    slopes = tl.gather(levels, tl.minimum(below + 1, LAST), 1) - left
+    level = left + slopes * (places - below.to(tl.float32))
+    return level * LOG2E, Gates(gates, places, slopes)
 
 
 @triton.jit
-def add_tile(state, scores, seen, v, PRECISION: tl.constexpr):
-    """One step of the softmax; ``scores`` are in units of e."""
-    scores = tl.where(seen, scores * LOG2E, float("-inf"))
-    return softmax_step(state, scores, v, True, PRECISION)
+def add_levels(
+    scores, state, rows, columns, bias, tile, scale, PLACE: tl.constexpr, WALK: tl.constexpr
+):
+    scores *= scale
+    kept = ()
+    if PLACE == BEFORE:
+        scores += (last_level(rows.levels, bias.last) * LOG2E)[:, None]
+    else:
+        at, has_gates = place_of(rows, bias, tile.j0 // bias.block)
+        counts = tl.load(bias.counted + at, mask=has_gates, other=bias.last * 1.0)
+        level, kept = gated_levels(scores, tile.seen, counts, rows.levels, bias.last)
+        scores += level
+    return scores, state, kept
 
 
 @triton.jit
-def is_counting(counts, low, tile, LAST: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether a query that sees keys up to this tile has not counted to the last position."""
-    return tl.min(tl.where(low < (tile + 1) * BLOCK, counts, LAST * 1.0)) < LAST
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def forward(
-    q, k, v, levels, out, lse, starts, first, last, start, scale,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, l_b, l_h, l_t, o_b, o_h, o_t,
-    starts_b, ends_b, left, right, queries, keys,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_P: tl.constexpr,
-    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Attention of a block of queries, and its log-sum-exp."""
-    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK)
-    width: tl.constexpr = (D, BLOCK_D)
-    v_width: tl.constexpr = (DV, BLOCK_DV)
-    p_width: tl.constexpr = (LAST + 1, BLOCK_P)
-    at = row0 + tl.arange(0, BLOCK)
-    own = query_start(starts, start, b, starts_b, HAS_STARTS) + at
-    present = at < queries
-    query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
-    level = load_rows(levels + b * l_b + h * l_h, row0, queries, l_t, p_width, BLOCK)
-    level = level.to(tl.float32)
-    keys_at = k + b * k_b + h // GROUP * k_h
-    values_at = v + b * v_b + h // GROUP * v_h
-    ends = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible_rows(own, present, ends, keys, True, DOCUMENTS, WINDOW)
-    state = softmax_begin(BLOCK, BLOCK_DV)
-    begin = tl.maximum(tl.min(low), 0) // BLOCK
-    tile = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin) - 1
-    counts = tl.zeros((BLOCK,), tl.float32)
-    while (tile >= begin) & is_counting(counts, low, tile, LAST, BLOCK):
-        key = load_rows(keys_at, tile * BLOCK, keys, k_t, width, BLOCK)
-        value = load_rows(values_at, tile * BLOCK, keys, v_t, v_width, BLOCK)
-        scores = tl.dot(query, key.T, input_precision=PRECISION) * scale
-        seen = seen_keys(low, high, tile * BLOCK, BLOCK)
-        gates, _, bias, _ = count(scores, seen, counts, level, LAST)
-        state = add_tile(state, scores + bias, seen, value, PRECISION)
-        counts += tl.sum(gates, 1)
-        tile -= 1
-    flat = last_level(level, LAST, BLOCK_P)
-    for n in tl.range(begin, tile + 1):
-        key = load_rows(keys_at, n * BLOCK, keys, k_t, width, BLOCK)
-        value = load_rows(values_at, n * BLOCK, keys, v_t, v_width, BLOCK)
-        scores = tl.dot(query, key.T, input_precision=PRECISION) * scale + flat[:, None]
-        state = add_tile(state, scores, seen_keys(low, high, n * BLOCK, BLOCK), value, PRECISION)
-    acc, sums = softmax_end(state)
-    tl.store(lse + sequence * queries + at, sums * LN2, mask=present)
-    store_rows(out + b * o_b + h * o_h, acc, at, present, o_t, v_width)
+def open_levels(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
+    state = ()
+    if bias.passed is not None and WALK == QUERIES:
+        nothing = tl.zeros((M,), tl.float32)
+        state = Levels(nothing, tl.zeros((M, bias.levels.block), tl.float32), nothing)
+    return state
 
 
 @triton.jit
-def gradients_of(scores, seen, g, v, sums, minus, PRECISION: tl.constexpr):
-    """The weights of a tile, and the gradients of its scores."""
-    weights = tl.exp2(tl.where(seen, scores * LOG2E, float("-inf")) - sums[:, None])
-    dp = tl.dot(g, v.T, input_precision=PRECISION)
-    return weights, weights * (dp - minus[:, None])
-
-
-@triton.jit
-def to_levels(dl, ds, at, seen, LAST: tl.constexpr, BLOCK_P: tl.constexpr):
+def to_places(dl, ds, places, LAST: tl.constexpr):
     """Add to the gradients of levels: a position's is shared by the two next to it."""
-    position = tl.arange(0, BLOCK_P)[None, :]
-    begin = tl.floor(tl.min(tl.where(seen, at, LAST * 1.0))).to(tl.int32)
-    end = tl.minimum(tl.floor(tl.max(tl.where(seen, at, 0.0))).to(tl.int32) + 2, LAST + 1)
+    position = tl.arange(0, dl.shape[1])[None, :]
+    begin = tl.floor(tl.min(places)).to(tl.int32)
+    end = tl.minimum(tl.floor(tl.max(places)).to(tl.int32) + 2, LAST + 1)
     for n in tl.range(begin, end):
-        share = tl.maximum(1.0 - tl.abs(at - n * 1.0), 0.0)
+        share = tl.maximum(1.0 - tl.abs(places - n * 1.0), 0.0)
         dl += tl.where(position == n, tl.sum(ds * share, 1)[:, None], 0.0)
     return dl
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def to_queries(
-    q, k, v, levels, g, out, lse, g_lse, starts, first, last,
-    dq, dl, delta, counted, passed, passed_all, start, scale,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, l_b, l_h, l_t, g_b, g_h, g_t, o_b, o_h, o_t,
-    dq_b, dq_h, dq_t, dl_b, dl_h, dl_t, starts_b, ends_b, left, right, queries, keys,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_P: tl.constexpr,
-    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
-    LSE_TOO: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """The gradients of a block of queries, except by way of the levels, and of their levels.
+@triton.jit
+def add_gates(state, ds, rows, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr):
+    """Add the gradients of scores by way of their gates."""
+    if PLACE == BEFORE and WALK == QUERIES:
+        state = Levels(state.passed, state.to_levels, state.to_last + tl.sum(ds, 1))
+    elif PLACE != BEFORE:
+        at, has_gates = place_of(rows, bias, tile.j0 // bias.block)
+        by_place = tl.where(kept.places < bias.last, ds * kept.slopes, 0.0)
+        if WALK == QUERIES:
+            tl.store(bias.passed + at, state.passed, mask=has_gates)
+            to_levels = to_places(state.to_levels, ds, kept.places, bias.last)
+            earlier = state.passed
+            state = Levels(state.passed + tl.sum(by_place, 1), to_levels, state.to_last)
+        else:
+            earlier = tl.load(bias.passed + at, mask=has_gates, other=0.0)
+        earlier = earlier[:, None] + tl.cumsum(by_place, 1)
+        # Past the last position there are no gates, and nothing was passed.
+        of_gates = earlier * kept.gates * (1.0 - kept.gates)
+        ds += tl.where(kept.places < bias.last, of_gates, 0.0)
+    return state, ds
 
-    The gradient of a gate is the sum of those of the positions of its key and of earlier ones: of
-    all positions, less those of this tile and later ones, plus those of this tile up to the key.
-    The first is known at the end, and then multiplies the sum of all gates' slopes and keys.
-    """
-    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK)
-    width: tl.constexpr = (D, BLOCK_D)
-    v_width: tl.constexpr = (DV, BLOCK_DV)
-    p_width: tl.constexpr = (LAST + 1, BLOCK_P)
-    at = row0 + tl.arange(0, BLOCK)
-    own = query_start(starts, start, b, starts_b, HAS_STARTS) + at
-    present = at < queries
-    query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
-    level = load_rows(levels + b * l_b + h * l_h, row0, queries, l_t, p_width, BLOCK)
-    level = level.to(tl.float32)
-    grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
-    made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK)
-    of_head = sequence * queries
-    minus = store_delta(delta + of_head, g_lse + of_head, grad, made, at, present, LSE_TOO)
-    sums = load_lse(lse + of_head, at, queries)
-    keys_at = k + b * k_b + h // GROUP * k_h
-    values_at = v + b * v_b + h // GROUP * v_h
-    ends = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible_rows(own, present, ends, keys, True, DOCUMENTS, WINDOW)
-    to_query = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    by_gates = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    to_level = tl.zeros((BLOCK, BLOCK_P), tl.float32)
-    counts = tl.zeros((BLOCK,), tl.float32)
-    later = tl.zeros((BLOCK,), tl.float32)
-    tiles = (keys + BLOCK - 1) // BLOCK
-    begin = tl.maximum(tl.min(low), 0) // BLOCK
-    tile = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin) - 1
-    while (tile >= begin) & is_counting(counts, low, tile, LAST, BLOCK):
-        key = load_rows(keys_at, tile * BLOCK, keys, k_t, width, BLOCK)
-        value = load_rows(values_at, tile * BLOCK, keys, v_t, v_width, BLOCK)
+
+@triton.jit
+def close_levels(state, dx, own, bias, sees, at, WALK: tl.constexpr):
+    if bias.passed is not None and WALK == QUERIES:
+        places = tl.arange(0, bias.levels.block)[None, :]
+        to = state.to_levels + tl.where(places == bias.last, state.to_last[:, None], 0.0)
+        store_tile(bias.to_levels, at.b, at.h, at.rows, at.present, to)
+    return state, dx
+
+
+@triton.jit
+def few_levels(bias, sees, b, h, i):
+    """As `cope_rows`, of queries of several heads."""
+    t = i - start_of(sees, b)
+    places = tl.arange(0, bias.levels.block)
+    at = b * bias.levels.b + h * bias.levels.h + t.to(tl.int64) * bias.levels.t
+    inside = (places < bias.levels.width)[None, :]
+    levels = tl.load(bias.levels.at + at[:, None] + places[None, :], mask=inside, other=0.0)
+    sequence = b * sees.heads + h
+    blocks = (sees.queries + FEW - 1) // FEW
+    gated = bias.gated + 2 * (sequence * blocks + t // FEW)
+    tiles = (sees.keys + bias.block - 1) // bias.block
+    present = t < sees.queries
+    at = sequence * tiles * sees.queries + t
+    return CopeRows(levels.to(tl.float32), at, present, tl.load(gated), tl.load(gated + 1))
+
+
+@triton.jit
+def add_few_levels(products, rows, bias, sees, b, h, i, j, k, seen, scale):
+    scores = products * scale
+    n = tl.min(j) // bias.block
+    level = tl.zeros_like(scores) + (last_level(rows.levels, bias.last) * LOG2E)[:, None]
+    if n >= tl.min(rows.begin):
+        at, has_gates = place_of(rows, bias, n)
+        counts = tl.load(bias.counted + at, mask=has_gates, other=bias.last * 1.0)
+        level, _ = gated_levels(scores, seen, counts, rows.levels, bias.last)
+    return scores + level
+
+
+HOOKS = NO_HOOKS._replace(
+    has_far_keys=True,
+    has_far_queries=True,
+    masks_all=True,
+    keys_first=False,
+    rows=cope_rows,
+    columns=cope_columns,
+    spans=gated_tiles,
+    query_spans=gated_blocks,
+    add=add_levels,
+    open=open_levels,
+    to_scores=add_gates,
+    close=close_levels,
+    few_rows=few_levels,
+    few=add_few_levels,
+)
+
+
+@triton.jit
+def count_gates(
+    q, k, counted, gated, sees, scale, LAST: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """How far each query has counted before each tile of keys, until all of a block have."""
+    b, h, row0 = program_of(sees, M)
+    block = block_at(sees, b, h, start_of(sees, b), row0, M)
+    query = load_tile(q, b, h, row0, sees.queries, M, True)
+    tiles = (sees.keys + N - 1) // N
+    to = counted + (b * sees.heads + h) * tiles * sees.queries + block.rows
+    begin, end = tiles_of(block, N)
+    counts = tl.zeros((M,), tl.float32)
+    n = end - 1
+    # A query that sees no key from here on has counted.
+    while (n >= begin) & (tl.min(tl.where(block.low < (n + 1) * N, counts, LAST * 1.0)) < LAST):
+        key = load_tile(k, b, h // sees.group, n * N, sees.keys, N, True)
         scores = tl.dot(query, key.T, input_precision=PRECISION) * scale
-        seen = seen_keys(low, high, tile * BLOCK, BLOCK)
-        gates, places, bias, slope = count(scores, seen, counts, level, LAST)
-        _, ds = gradients_of(scores + bias, seen, grad, value, sums, minus, PRECISION)
-        to_level = to_levels(to_level, ds, places, seen, LAST, BLOCK_P)
-        by_place = tl.where(places < LAST, ds * slope, 0.0)
-        later += tl.sum(by_place, 1)
-        of_tile = (of_head + at) * tiles + tile
-        tl.store(counted + of_tile, counts, mask=present)
-        tl.store(passed + of_tile, later, mask=present)
-        of_gates = gates * (1.0 - gates)
-        ds += (tl.cumsum(by_place, 1) - later[:, None]) * of_gates
-        to_query = tl.dot(ds.to(key.dtype), key, to_query, input_precision=PRECISION)
-        by_gates = tl.dot(of_gates.to(key.dtype), key, by_gates, input_precision=PRECISION)
+        tile = tile_at(block, sees, n * N, N, True)
+        tl.store(to + sees.queries.to(tl.int64) * n, counts, mask=block.present)
+        gates = tl.where(tile.seen, tl.sigmoid(scores * LN2), 0.0)
         counts += tl.sum(gates, 1)
-        tile -= 1
-    # Tiles that are not visited here have no gates.
-    visited = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin)
-    for n in tl.range(0, tiles):
-        if (n <= tile) | (n >= visited):
-            of_tile = (of_head + at) * tiles + n
-            tl.store(counted + of_tile, counts * 0.0 + LAST, mask=present)
-            tl.store(passed + of_tile, later, mask=present)
-    flat = last_level(level, LAST, BLOCK_P)
-    to_last = tl.zeros((BLOCK,), tl.float32)
-    for n in tl.range(begin, tile + 1):
-        key = load_rows(keys_at, n * BLOCK, keys, k_t, width, BLOCK)
-        value = load_rows(values_at, n * BLOCK, keys, v_t, v_width, BLOCK)
-        scores = tl.dot(query, key.T, input_precision=PRECISION) * scale + flat[:, None]
-        seen = seen_keys(low, high, n * BLOCK, BLOCK)
-        _, ds = gradients_of(scores, seen, grad, value, sums, minus, PRECISION)
-        to_last += tl.sum(ds, 1)
-        to_query = tl.dot(ds.to(key.dtype), key, to_query, input_precision=PRECISION)
-    tl.store(passed_all + of_head + at, later, mask=present)
-    to_query = (to_query + later[:, None] * by_gates) * scale
-    to_level += tl.where(tl.arange(0, BLOCK_P)[None, :] == LAST, to_last[:, None], 0.0)
-    store_rows(dq + b * dq_b + h * dq_h, to_query, at, present, dq_t, width)
-    store_rows(dl + b * dl_b + h * dl_h, to_level, at, present, dl_t, p_width)
+        n -= 1
+    to = gated + 2 * number_of(block, sees)
+    tl.store(to, n + 1)
+    tl.store(to + 1, end)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def to_keys(
-    q, k, v, levels, g, lse, starts, first, last, delta, counted, passed, passed_all,
-    dk, dv, start, scale,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, l_b, l_h, l_t, g_b, g_h, g_t,
-    dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, starts_b, ends_b, left, right, queries, keys,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_P: tl.constexpr,
-    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """The gradients of a tile of keys and values."""
-    kv_heads: tl.constexpr = HEADS // GROUP
-    tiles = (keys + BLOCK - 1) // BLOCK
-    tile = tl.program_id(0) % tiles
-    column0 = tile * BLOCK
-    b = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-    kv = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
-    width: tl.constexpr = (D, BLOCK_D)
-    v_width: tl.constexpr = (DV, BLOCK_DV)
-    p_width: tl.constexpr = (LAST + 1, BLOCK_P)
-    own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
-    key = load_rows(k + b * k_b + kv * k_h, column0, keys, k_t, width, BLOCK)
-    value = load_rows(v + b * v_b + kv * v_h, column0, keys, v_t, v_width, BLOCK)
-    ends = first + b * ends_b, last + b * ends_b, left, right
-    # Blocks of queries that see some of these keys.
-    least, most = queries_of_keys(own_start, column0, queries, left, right, True, WINDOW, BLOCK)
-    begin = (least - own_start) // BLOCK
-    end = tl.where(most < least, begin, (most - own_start + BLOCK) // BLOCK)
-    to_key = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    to_value = tl.zeros((BLOCK, BLOCK_DV), tl.float32)
-    for n in range(GROUP):
-        h = kv * GROUP + n
-        of_head = (b * HEADS + h) * queries
-        for block in tl.range(begin, end):
-            row0 = block * BLOCK
-            at = row0 + tl.arange(0, BLOCK)
-            present = at < queries
-            query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
-            level = load_rows(levels + b * l_b + h * l_h, row0, queries, l_t, p_width, BLOCK)
-            level = level.to(tl.float32)
-            grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
-            own = own_start + at
-            low, high = visible_rows(own, present, ends, keys, True, DOCUMENTS, WINDOW)
-            seen = seen_keys(low, high, column0, BLOCK)
-            sums = load_lse(lse + of_head, at, queries)
-            minus = tl.load(delta + of_head + at, mask=present, other=0.0)
-            of_tile = (of_head + at) * tiles + tile
-            counts = tl.load(counted + of_tile, mask=present, other=LAST * 1.0)
-            scores = tl.dot(query, key.T, input_precision=PRECISION) * scale
-            if tl.min(counts) < LAST:
-                gates, places, bias, slope = count(scores, seen, counts, level, LAST)
-                weights, ds = gradients_of(scores + bias, seen, grad, value, sums, minus, PRECISION)
-                by_place = tl.where(places < LAST, ds * slope, 0.0)
-                later = tl.load(passed + of_tile, mask=present, other=0.0)
-                total = tl.load(passed_all + of_head + at, mask=present, other=0.0)
-                earlier = (total - later)[:, None] + tl.cumsum(by_place, 1)
-                ds += earlier * gates * (1.0 - gates)
-            else:
-                flat = last_level(level, LAST, BLOCK_P)[:, None]
-                weights, ds = gradients_of(scores + flat, seen, grad, value, sums, minus, PRECISION)
-            to_value = tl.dot(weights.to(grad.dtype).T, grad, to_value, input_precision=PRECISION)
-            to_key = tl.dot(ds.to(query.dtype).T, query, to_key, input_precision=PRECISION)
-    at = column0 + tl.arange(0, BLOCK)
-    present = at < keys
-    store_rows(dk + b * dk_b + kv * dk_h, to_key * scale, at, present, dk_t, width)
-    store_rows(dv + b * dv_b + kv * dv_h, to_value, at, present, dv_t, v_width)
+# Queries and keys of all tiles, then warps and stages of each walk: of halves in heads up to 64, up
+# to 128 and wider, then of float32 in the same heads.
+TILES = (
+    (64, ((4, 3), (4, 3), (4, 3))),
+    (64, ((4, 1), (4, 1), (4, 1))),
+    (32, ((4, 1), (4, 1), (4, 1))),
+    (32, ((4, 1), (4, 1), (4, 1))),
+    (32, ((4, 1), (4, 1), (4, 1))),
+    (16, ((4, 1), (4, 1), (4, 1))),
+)
 
 
-class Prepared:
-    """A call with counted positions: its tensors as kernels read them.
-
-    ``levels`` are products of the queries with the embedding of each position, ``[B, H, Q, P]``.
-    """
-
-    def __init__(self, given: Any, call: Any, plan: Plan) -> None:
-        tensors = given.q, given.k, given.v, call.bias.levels
-        self.q, self.k, self.v, self.levels = map(plan.with_dense_rows, tensors)
-        self.plan, self.call = plan, with_whole_places(plan, call)
-        places = self.call.starts, self.call.first, self.call.last
-        self.places = [self.q if x is None else x for x in places]
-        wide = max(self.q.shape[3], self.v.shape[3], self.levels.shape[3])
-        self.kind = (wide > 64) + (wide > 128) + (3 if self.q.dtype == torch.float32 else 0)
-        self.block = TILES[self.kind]
-
-    def launch(self, kernel: Any, strided: Any, tokens: Operand, tensors: Any, **how: Any) -> None:
-        """Launch a kernel, whose programs have a block of ``tokens`` each."""
-        call, q, k = self.call, self.q, self.k
-        steps = strides(q, k, self.v, self.levels, *strided)
-        numbers = (call.scale, *steps, *places_of(call), q.shape[2], k.shape[2])
-        count = self.levels.shape[3]
-        constants = constants_of(q, k, self.v, call) | {"BLOCK": self.block, **how}
-        constants |= {"LAST": count - 1, "BLOCK_P": max(16, triton.next_power_of_2(count))}
-        batch, heads, length, _ = tokens.shape
-        grid = (triton.cdiv(length, self.block) * batch * heads,)
-        warps, stages = WARPS[kernel.__name__][self.kind]
-        options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
-        self.plan.launch(kernel, grid, (*tensors, call.start, *numbers), constants, **options)
+def prepare(walks: Walks) -> Prepared:
+    """Count the gates of a call."""
+    levels, q = walks.call.bias.levels, walks.q
+    wide = max(walks.width, levels.shape[3])
+    at = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
+    block, settings = TILES[at]
+    tiles = Tiles(*[(block, block, *of_walk) for of_walk in (*settings, (4, 1))])
+    return Prepared(_count(walks, block, block), tiles)
 
 
-def plan_forward(given: Any, call: Any, plan: Plan) -> None:
-    """Make the output and the log-sum-exp."""
-    plan.least, plan.most = STARTS
-    out, lse = plan.results
-    made = Prepared(given, call, plan)
-    q, k, v, levels = made.q, made.k, made.v, made.levels
-    made.launch(forward, (out,), q, (q, k, v, levels, out, lse, *made.places))
+def prepare_few(walks: Walks) -> Prepared:
+    """Count the gates of few queries."""
+    tiles = Tiles(*[(0, 0, 0, 0)] * 4)
+    return Prepared(_count(walks, FEW.value, walks.few_keys), tiles)
 
 
-def plan_backward(given: Any, call: Any, plan: Plan) -> None:
-    """Make the gradients of q, k, v and the levels."""
-    dq, dk, dv, dl = plan.results
-    made, g = Prepared(given, call, plan), plan.with_dense_rows(given.g)
-    q, k, v, levels = made.q, made.k, made.v, made.levels
-    out, lse = whole(plan, given.out), whole(plan, given.lse)
-    of_lse = lse if given.g_lse is None else whole(plan, given.g_lse)
-    delta, passed_all = (plan.empty(lse.shape, lse.dtype) for _ in range(2))
-    tiles = triton.cdiv(k.shape[2], made.block)
-    counted, passed = (plan.empty((*lse.shape, tiles), lse.dtype) for _ in range(2))
-    by_tile = counted, passed, passed_all
-    tensors = (q, k, v, levels, g, out, lse, of_lse, *made.places, dq, dl, delta, *by_tile)
-    made.launch(to_queries, (g, out, dq, dl), q, tensors, LSE_TOO=given.g_lse is not None)
-    tensors = (q, k, v, levels, g, lse, *made.places, delta, *by_tile, dk, dv)
-    made.launch(to_keys, (g, dk, dv), k, tensors)
+def _count(walks: Walks, block: int, keys: int) -> Cope:
+    """What blocks of queries counted before tiles of keys."""
+    plan, q, k = walks.plan, walks.q, walks.k
+    levels = plan.with_dense_rows(walks.call.bias.levels)
+    (batch, heads, queries, _), last = q.shape, levels.shape[3] - 1
+    blocks = -(-queries // block)
+    counted = plan.empty((batch, heads, -(-k.shape[2] // keys), queries), torch.float32)
+    gated = plan.empty((batch, heads, blocks, 2), torch.int32)
+    constants = {"LAST": last, "M": block, "N": keys, "PRECISION": walks.precision}
+    scale = walks.call.scale * LOG2E.value
+    arguments = rows_of(q), rows_of(k), counted, gated, walks.sees, scale
+    grid = (blocks * walks.sequences,)
+    plan.launch(count_gates, grid, arguments, constants, **OPTIONS, num_warps=4)
+    return Cope(
+        hooks=hooks(HOOKS),
+        levels=rows_of(levels),
+        counted=counted,
+        gated=gated,
+        passed=NOTHING,
+        to_levels=NOTHING,
+        last=Constant(last),
+        queries=queries,
+        block=Constant(keys),
+    )
+
+
+def gradient_of(
+    walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
+) -> Gradient:
+    """The gradient of levels, which the walk to queries makes."""
+    to_levels = rows_of(results["levels"])
+    passed = walks.plan.empty(prepared.bias.counted.shape, torch.float32)
+    return Gradient(prepared.bias._replace(passed=passed, to_levels=to_levels))

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.attention_parts import LN2, LOG2E
-from posenc.ops.execute import OPTIONS
+from posenc.ops.attention.triton.parts import LOG2E
 from posenc.ops.plan import Operand, Plan
 
 # A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
@@ -32,88 +31,6 @@ def log1p(y):
     more = 1.0 + y
     rounded = tl.where(more == 1.0, 1.0, more - 1.0)
     return tl.where(more == 1.0, y, tl.log(more) * (y / rounded))
-
-
-@triton.jit
-def positions_of(own, ends, keys, DOCUMENTS: tl.constexpr):
-    """The positions of queries in their documents."""
-    position = own
-    if DOCUMENTS:
-        at = tl.minimum(tl.maximum(own, 0), keys - 1)
-        position = own - tl.load(ends[0] + at).to(tl.int32)
-    return position.to(tl.float32)
-
-
-@triton.jit
-def rates_of(curve, own, ends, keys, DOCUMENTS: tl.constexpr):
-    """One over the logarithms that queries divide by."""
-    longest = tl.maximum(positions_of(own, ends, keys, DOCUMENTS), tl.load(curve + 1))
-    return 1.0 / log1p(longest * tl.load(curve))
-
-
-@triton.jit
-def curve_tile(curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The distances of a tile, their logarithms, ``x``, and the knots among these."""
-    row = tl.arange(0, BLOCK)
-    distance = own0 - column0
-    far = tl.minimum(tl.abs(distance + row[:, None] - row[None, :]), reach - 1)
-    of_far = tl.load(logs + far)
-    low = distance - (BLOCK - 1)
-    high = distance + BLOCK - 1
-    nearest = tl.minimum(tl.maximum(tl.maximum(low, -high), 0), reach - 1)
-    furthest = tl.minimum(tl.maximum(high, -low), reach - 1)
-    least = tl.load(logs + nearest) * tl.min(rates) * 0.999999
-    most = tl.load(logs + furthest) * tl.max(rates) * 1.000001
-    unit = tl.arange(0, UNITS[1])
-    at = curve + LINES + 2 * (UNITS[0] + 1) + unit
-    knots = tl.load(at, mask=unit < UNITS[0], other=float("inf"))
-    begin = tl.sum((knots <= least).to(tl.int32))
-    return far, of_far, of_far * rates[:, None], begin, tl.sum((knots < most).to(tl.int32))
-
-
-@triton.jit
-def curve_scores(
-    curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The curve's part of a tile's scores."""
-    _, _, x, begin, end = curve_tile(curve, logs, reach, rates, own0, column0, UNITS, BLOCK)
-    line = curve + LINES + 2 * begin
-    scores = x * tl.load(line) + tl.load(line + 1)
-    knots = curve + LINES + 2 * (UNITS[0] + 1)
-    for n in tl.range(begin, end):
-        change = tl.load(knots + UNITS[0] + n)
-        scores += tl.maximum(x - tl.load(knots + n), 0.0) * change
-    return scores
-
-
-@triton.jit
-def curve_sums(
-    sums, ds, curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add what the gradients of a curve need of a tile.
-
-    The first two are, for each query, sums of ``ds`` times the slope times the logarithm, and
-    times the logarithm's derivative by c. The third is that of ``ds`` times x; the others are, for
-    each knot, those of ``ds`` and of ``ds`` times x where x is above it.
-    """
-    by_log, by_c, by_x, above, above_x = sums
-    far, of_far, x, begin, end = curve_tile(curve, logs, reach, rates, own0, column0, UNITS, BLOCK)
-    unit = tl.arange(0, UNITS[1])
-    slope = x * 0.0 + tl.load(curve + LINES + 2 * begin)
-    ds_x = ds * x
-    total_x = tl.sum(tl.sum(ds_x, 1))
-    above += tl.where(unit < begin, tl.sum(tl.sum(ds, 1)), 0.0)
-    above_x += tl.where(unit < begin, total_x, 0.0)
-    knots = curve + LINES + 2 * (UNITS[0] + 1)
-    for n in tl.range(begin, end):
-        past = x > tl.load(knots + n)
-        slope += tl.where(past, tl.load(knots + UNITS[0] + n), 0.0)
-        above += tl.where(unit == n, tl.sum(tl.sum(tl.where(past, ds, 0.0), 1)), 0.0)
-        above_x += tl.where(unit == n, tl.sum(tl.sum(tl.where(past, ds_x, 0.0), 1)), 0.0)
-    slope *= ds * LN2
-    by_log += tl.sum(slope * of_far, 1)
-    by_c += tl.sum(slope * tl.load(logs + reach + far), 1)
-    return by_log, by_c, by_x + total_x, above, above_x
 
 
 @triton.jit
@@ -149,8 +66,8 @@ def load_outputs(network, h, HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK_U: 
     return base, tl.where(unit < UNITS, of_units - base, 0.0)
 
 
-@triton.jit(do_not_specialize=["start"])
-def lines_of(network, to, start, HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK_U: tl.constexpr):
+@triton.jit
+def lines_of(network, to, HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK_U: tl.constexpr):
     """The curve of a head."""
     h = tl.program_id(0)
     unit = tl.arange(0, BLOCK_U)
@@ -175,8 +92,8 @@ def lines_of(network, to, start, HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK
     tl.store(knots + UNITS, change * LOG2E, mask=unit < UNITS)
 
 
-@triton.jit(do_not_specialize=["start", "reach"])
-def logs_of(network, to, start, reach, BLOCK: tl.constexpr):
+@triton.jit
+def logs_of(network, to, reach, BLOCK: tl.constexpr):
     """The logarithms of distances, and their derivatives by c."""
     far = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scaled = far.to(tl.float32) * load_scale(network, 0)
@@ -185,27 +102,8 @@ def logs_of(network, to, start, reach, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_sums(to, sums, curve, rates, position, total, UNITS: tl.constexpr):
-    """Write what `to_network` needs of a block of queries; ``total`` is the sum of ``ds``."""
-    by_log, by_c, by_x, above, above_x = sums
-    c = tl.load(curve)
-    least = tl.load(curve + 1)
-    longest = tl.maximum(position, least)
-    # x is a quotient of logarithms, of the distance and of the longest.
-    of_longest = -by_log * rates * rates / (1.0 + c * longest)
-    to_c = tl.sum(by_c * rates + of_longest * longest)
-    to_least = tl.sum(tl.where(position < least, of_longest * c, 0.0))
-    unit = tl.arange(0, UNITS[1])
-    tl.store(to + unit, above)
-    tl.store(to + UNITS[1] + unit, above_x)
-    others = tl.where(unit == 0, by_x, tl.where(unit == 1, total, 0.0))
-    others = tl.where(unit == 2, to_c, tl.where(unit == 3, to_least, others))
-    tl.store(to + 2 * UNITS[1] + unit, others)
-
-
-@triton.jit(do_not_specialize=["start", "batch", "blocks"])
 def to_network(
-    network, sums, to, start, batch, blocks,
+    network, sums, to, batch, blocks,
     HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a network, from the sums of blocks, ``[B H, blocks, 3, BLOCK_U]``."""
@@ -263,13 +161,7 @@ class Curve:
         self.lines = plan.empty((heads, 4 + 4 * self.units), torch.float32)
         self.logs = plan.empty((2, reach), torch.float32)
         self.sizes = {"HEADS": heads, "UNITS": self.units, "BLOCK_U": self.block}
-        plan.launch(lines_of, (heads,), (self.network, self.lines, 0), self.sizes, **OPTIONS)
-        arguments = self.network, self.logs, 0, reach
+        plan.launch(lines_of, (heads,), (self.network, self.lines), self.sizes)
+        arguments = self.network, self.logs, reach
         grid = (triton.cdiv(reach, 1024),)
-        plan.launch(logs_of, grid, arguments, {"BLOCK": 1024}, **OPTIONS)
-
-    def plan_gradient(self, sums: Operand, batch: int, to: Operand) -> None:
-        """Make the gradient of the network, from sums of blocks, ``[B H, blocks, 3, U]``."""
-        constants = {**self.sizes, "BLOCK": 32}
-        arguments = self.network, sums, to, 0, batch, sums.shape[1]
-        self.plan.launch(to_network, (1,), arguments, constants, **OPTIONS)
+        plan.launch(logs_of, grid, arguments, {"BLOCK": 1024})

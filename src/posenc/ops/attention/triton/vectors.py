@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.flash.parts import (
+from posenc.ops.attention.triton.parts import (
     AFTER,
     BEFORE,
     DIAGONAL,
@@ -35,7 +35,7 @@ from posenc.ops.attention.triton.flash.parts import (
     store_dense,
     store_tile,
 )
-from posenc.ops.attention.triton.flash.walks import (
+from posenc.ops.attention.triton.walks import (
     NOTHING,
     OPTIONS,
     Above,
@@ -47,7 +47,6 @@ from posenc.ops.attention.triton.flash.walks import (
     hooks,
     rows_of,
 )
-from posenc.ops.attention.triton.terms import fold
 from posenc.ops.plan import Constant, Operand, strides
 
 
@@ -73,6 +72,8 @@ class Vectors(NamedTuple):
     """Vectors for queries and for keys, of `rows` distances; `zero` is the row of distance zero."""
 
     hooks: Any
+    has_queries: Any
+    has_keys: Any
     queries: Any
     keys: Any
     rows: Any
@@ -82,11 +83,11 @@ class Vectors(NamedTuple):
     width: Any
     block: Any
     precision: Any
-    carries: Any  # whether the owner of rows keeps products for its next tile
+    carries: Any  # whether a block of queries keeps products for its next tile
 
 
 class Head(NamedTuple):
-    """Where the vectors of a head begin."""
+    """Where the vectors of a head begin; nothing for a side that a call does not have."""
 
     queries: Any
     keys: Any
@@ -163,11 +164,11 @@ def products_of(x, at, side, bias, distance, SIGN: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def head_vectors(bias, b, h):
-    queries = None
-    keys = None
-    if bias.queries is not None:
+    queries = ()
+    keys = ()
+    if bias.has_queries:
         queries = bias.queries.vectors + h * bias.queries.vectors_h
-    if bias.keys is not None:
+    if bias.has_keys:
         keys = bias.keys.vectors + h * bias.keys.vectors_h
     return Head(queries, keys)
 
@@ -175,7 +176,7 @@ def head_vectors(bias, b, h):
 @triton.jit
 def vector_rows(bias, head, sees, block, q):
     own = ()
-    if bias.queries is not None:
+    if bias.has_queries:
         x = q
         if bias.queries.x is not None:
             x = load_tile(
@@ -189,7 +190,7 @@ def vector_rows(bias, head, sees, block, q):
 @triton.jit
 def vector_columns(bias, head, sees, b, h, j0, k):
     own = ()
-    if bias.keys is not None:
+    if bias.has_keys:
         x = k
         if bias.keys.x is not None:
             x = load_tile(bias.keys.x, b, h // sees.group, j0, sees.keys, k.shape[0], True)
@@ -206,7 +207,7 @@ def near_tiles(bias, rows, i0, begin, end, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def near_blocks(bias, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
+def near_blocks(bias, columns, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
     near = tl.maximum(j0 - bias.zero - start + 1, 0) // M
     return near, tl.maximum(j0 + N - 1 + bias.rows - 1 - bias.zero - start + M - 1, 0) // M
 
@@ -219,10 +220,8 @@ def begin_vectors(
     state = ()
     if PLACE != NEAR:
         pass
-    elif WALK == QUERIES and bias.queries is not None and bias.carries:
+    elif WALK == QUERIES and bias.has_queries and bias.carries:
         state = Carried(products_of(own.x, own.head, bias.queries, bias, i0 - j0, 1, N))
-    elif WALK == KEYS and bias.keys is not None and bias.carries:
-        state = Carried(products_of(own.x, own.head, bias.keys, bias, i0 - j0, -1, M))
     return state
 
 
@@ -236,14 +235,14 @@ def add_vectors(
         of_last = bias.size.to(tl.int64)
         if PLACE == AFTER:
             of_last *= 0
-        if bias.queries is not None:
+        if bias.has_queries:
             at = rows.ends + of_last * bias.queries.count
             scores += tl.load(at, mask=rows.inside, other=0.0)[:, None]
-        if bias.keys is not None:
+        if bias.has_keys:
             at = columns.ends + of_last * bias.keys.count
             scores += tl.load(at, mask=columns.inside, other=0.0)[None, :]
     else:
-        if bias.queries is not None:
+        if bias.has_queries:
             if WALK == QUERIES and bias.carries:
                 near = state.products
             else:
@@ -252,15 +251,10 @@ def add_vectors(
             scores += roll(tl.where(is_near(N), near, others), N)
             if WALK == QUERIES and bias.carries:
                 state = Carried(others)
-        if bias.keys is not None:
-            if WALK == KEYS and bias.carries:
-                near_keys = state.products
-            else:
-                near_keys = products_of(columns.x, columns.head, bias.keys, bias, distance, -1, N)
+        if bias.has_keys:
+            near_keys = products_of(columns.x, columns.head, bias.keys, bias, distance, -1, N)
             others_keys = products_of(columns.x, columns.head, bias.keys, bias, distance + N, -1, N)
             scores += roll(tl.where(is_near(N), near_keys, others_keys), N).T
-            if WALK == KEYS and bias.carries:
-                state = Carried(others_keys)
     return scores * scale, state, ()
 
 
@@ -271,18 +265,18 @@ def open_vectors(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
         empty = tl.zeros((M, bias.block), tl.float32)
         of_queries = ()
         of_keys = ()
-        if bias.queries is not None:
+        if bias.has_queries:
             of_queries = Both(empty, empty)
-        if bias.keys is not None:
+        if bias.has_keys:
             of_keys = Both(empty, empty)
         state = of_queries, of_keys
-    elif WALK == QUERIES and bias.queries is not None:
+    elif WALK == QUERIES and bias.has_queries:
         dx = ()
         if bias.queries.x is not None:
             dx = tl.zeros((M, bias.block), tl.float32)
         nothing = tl.zeros((M,), tl.float32)
         state = Collected(dx, nothing, nothing, nothing, nothing)
-    elif WALK == KEYS and bias.keys is not None:
+    elif WALK == KEYS and bias.has_keys:
         dx = ()
         if bias.keys.x is not None:
             dx = tl.zeros((N, bias.block), tl.float32)
@@ -350,21 +344,21 @@ def collect_own(
 
 @triton.jit
 def collect_vectors(
-    state, ds, dx, rows, columns, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
+    state, ds, dx, rows, columns, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
 ):
     N: tl.constexpr = tile.j.shape[0]
     if WALK == DIAGONAL:
         of_queries, of_keys = state
-        if bias.queries is not None:
+        if bias.has_queries:
             of_queries = add_to_vectors(of_queries, ds, rows.x, bias, N)
-        if bias.keys is not None:
+        if bias.has_keys:
             of_keys = add_to_vectors(of_keys, ds.T, columns.x, bias, N)
         state = of_queries, of_keys
-    elif WALK == QUERIES and bias.queries is not None:
+    elif WALK == QUERIES and bias.has_queries:
         state, dx = collect_own(state, ds, dx, rows, bias.queries, bias, tile, 1, PLACE, 1, N)
-    elif WALK == KEYS and bias.keys is not None:
+    elif WALK == KEYS and bias.has_keys:
         state, dx = collect_own(state, ds, dx, columns, bias.keys, bias, tile, 0, PLACE, -1, N)
-    return state, ds, dx
+    return state, dx
 
 
 @triton.jit
@@ -406,12 +400,12 @@ def store_both(to, both, bias, at, SIGN: tl.constexpr):
 def close_vectors(state, dx, own, bias, sees, at, WALK: tl.constexpr):
     if WALK == DIAGONAL:
         of_queries, of_keys = state
-        if bias.queries is not None:
+        if bias.has_queries:
             store_both(bias.queries.to_vectors, of_queries, bias, at, 1)
-        if bias.keys is not None:
+        if bias.has_keys:
             # Distances are in reverse order; no key is a whole block from the diagonal.
             store_both(bias.keys.to_vectors, of_keys, bias, at, -1)
-    elif WALK == QUERIES and bias.queries is not None:
+    elif WALK == QUERIES and bias.has_queries:
         M: tl.constexpr = at.rows.shape[0]
         blocks = (sees.queries + M - 1) // M
         numbers = bias.size.to(tl.int64) * blocks
@@ -419,7 +413,7 @@ def close_vectors(state, dx, own, bias, sees, at, WALK: tl.constexpr):
         state, dx = close_own(
             state, dx, own, bias.queries, bias, at.b, at.h, at.rows, number, numbers
         )
-    elif WALK == KEYS and bias.keys is not None:
+    elif WALK == KEYS and bias.has_keys:
         N: tl.constexpr = at.j.shape[0]
         tiles = (sees.keys + N - 1) // N
         numbers = bias.size.to(tl.int64) * tiles
@@ -440,18 +434,18 @@ class FewRows(NamedTuple):
 @triton.jit
 def few_vectors(bias, sees, b, h, i):
     rows = ()
-    if bias.queries is not None:
+    if bias.has_queries:
         t = i - start_of(sees, b)
         rows = FewRows(bias.queries.few + ((b * sees.heads + h) * sees.queries + t) * bias.rows)
     return rows
 
 
 @triton.jit
-def add_few_vectors(products, rows, bias, sees, b, h, i, j, k, scale):
-    if bias.queries is not None:
-        row = clip(i[:, None] - j[None, :] + bias.zero, 0, bias.rows - 1)
-        products += tl.load(rows.at[:, None] + row)
-    if bias.keys is not None:
+def add_few_vectors(products, rows, bias, sees, b, h, i, j, k, seen, scale):
+    if bias.has_queries:
+        rows_of_keys = clip(i[:, None] - j[None, :] + bias.zero, 0, bias.rows - 1)
+        products += tl.load(rows.at[:, None] + rows_of_keys)
+    if bias.has_keys:
         x = k
         kv = tl.min(h) // sees.group
         if bias.keys.x is not None:
@@ -519,9 +513,9 @@ def at_ends(
 # in heads up to 64, up to 128 and wider, and the last for float32 in the same heads.
 _SETTINGS = (
     ((64, 4, 1), (64, 4, 1), (32, 2, 2), (32, 4, 2)),
-    ((64, 4, 1), (32, 4, 2), (32, 4, 2), (32, 4, 1)),
-    ((64, 4, 2), (64, 4, 2), (64, 4, 2), (64, 4, 1)),
-    ((64, 4, 1), (64, 4, 1), (64, 4, 1), (64, 4, 1)),
+    ((64, 4, 1), (64, 4, 1), (32, 2, 1), (32, 4, 2)),
+    ((64, 4, 3), (64, 4, 2), (64, 4, 2), (32, 2, 2)),
+    ((64, 4, 1), (64, 4, 1), (64, 4, 1), (32, 4, 2)),
     *[((32, 4, 1),) * 4] * 3,
     ((16, 4, 1),) * 4,
 )
@@ -548,6 +542,51 @@ def with_all(
     tl.store(to + places, products, mask=(t < count)[:, None] & (row < rows)[None, :])
 
 
+@triton.jit
+def fold(
+    sums, ends, to, scale, rows, zero, low, high, count, parts, blocks, batch,
+    HEADS: tl.constexpr, TOGETHER: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of vectors, from those of diagonals, and from the sums at the ends.
+
+    ``TOGETHER`` is the number of heads that share their vectors.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channels = tl.arange(0, BLOCK_D)
+    narrow = (channels < D)[None, :]
+    place = row - zero - low
+    between = (place >= 0) & (row - zero <= high)
+    place = tl.where(between, place, 0)
+    diagonal = place // SIZE
+    # The second half of a diagonal's distances are the first half of the next one's.
+    after = between & (diagonal + 1 < count)
+    place = (diagonal.to(tl.int64) * 2 * SIZE + place % SIZE) * D
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    has_end = (tl.program_id(0) == 0) | (tl.program_id(0) == tl.num_programs(0) - 1)
+    for n in range(TOGETHER):
+        h = (tl.program_id(1) * TOGETHER + n).to(tl.int64)
+        for part in range(parts):
+            at = sums + (part * HEADS + h) * count * 2 * SIZE * D
+            at = at + place[:, None] + channels[None, :]
+            total += tl.load(at + SIZE * D, mask=between[:, None] & narrow, other=0.0)
+            total += tl.load(at + 2 * SIZE * D, mask=after[:, None] & narrow, other=0.0)
+        for b in range(tl.where(has_end, batch, 0)):
+            for first in range(0, blocks, BLOCK):
+                block = first + tl.arange(0, BLOCK)
+                at = ends + ((b * HEADS + h) * blocks + block[:, None]) * D + channels[None, :]
+                present = (block < blocks)[:, None] & narrow
+                of_first = tl.load(at, mask=present, other=0.0)
+                at += tl.cast(batch, tl.int64) * HEADS * blocks * D
+                of_last = tl.load(at, mask=present, other=0.0)
+                total += tl.where((row == 0)[:, None], tl.sum(of_first, 0)[None, :], 0.0)
+                total += tl.where((row == rows - 1)[:, None], tl.sum(of_last, 0)[None, :], 0.0)
+    shared: tl.constexpr = HEADS // TOGETHER
+    at = to + (row.to(tl.int64)[:, None] * shared + tl.program_id(1)) * D + channels[None, :]
+    made = (total * scale).to(to.dtype.element_ty)
+    tl.store(at, made, mask=(row < rows)[:, None] & narrow)
+
+
 def prepare(walks: Walks) -> Prepared:
     """The vectors of a call, with the products at both ends."""
     q, k, found = walks.q, walks.k, walks.call.bias
@@ -556,6 +595,8 @@ def prepare(walks: Walks) -> Prepared:
     settings = _SETTINGS[at if at < 2 and None not in both else 2 + at]
     bias = Vectors(
         hooks=hooks(HOOKS),
+        has_queries=Constant(found.for_queries is not None),
+        has_keys=Constant(found.for_keys is not None),
         queries=_side_of(walks, found.for_queries, found.p, q),
         keys=_side_of(walks, found.for_keys, found.m, k),
         rows=next(len(x) for x in both if x is not None),
@@ -565,7 +606,7 @@ def prepare(walks: Walks) -> Prepared:
         width=Constant(q.shape[3]),
         block=Constant(block_of(q)),
         precision=Constant(walks.precision),
-        # With vectors for both, registers run out.
+        # With vectors for both, and in a backward pass, registers run out.
         carries=Constant(None in both),
     )
     tiles = Tiles(*[(size, size, warps, stages) for size, warps, stages in settings])
@@ -647,10 +688,10 @@ def gradient_of(
             numbers = walks.call.scale, rows, walks.call.bias.zero, nearest, furthest, count
             constants = {"HEADS": heads, "TOGETHER": heads // to.shape[1], "D": width}
             constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": block, "BLOCK": 16}
-            arguments = sums, ends, to, 0, *numbers, shares, blocks, batch
+            arguments = sums, ends, to, *numbers, shares, blocks, batch
             folds.append((fold, (triton.cdiv(rows, 16), to.shape[1]), arguments, constants))
         sides[name] = side
-    bias = prepared.bias._replace(**sides)
+    bias = prepared.bias._replace(**sides, carries=Constant(False))
     return Gradient(bias, tuple(folds), count, nearest, shares)
 
 

@@ -85,7 +85,7 @@ class Block(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries `i` and keys `j` of a tile, and which scores are seen; None if all are."""
+    """Queries `i` and keys `j` of a tile, and which scores are seen, if it is masked."""
 
     b: Any
     h: Any
@@ -99,28 +99,28 @@ class Tile(NamedTuple):
 class Hooks(NamedTuple):
     """What a bias does in the walks. Each has a default here, of the name ``no_`` and its own.
 
-    `add` returns the scores, the state that `begin` makes, and `kept`, what `collect` needs of
-    them; `open` makes the state of `collect`. What a walk owns, `own`, are the rows of its queries
-    or the columns of its keys; a diagonal owns neither. `at` is a Block, a Tile of keys or a
-    Diagonal.
+    `add` returns the scores, the state that `begin` makes, and `kept`, which `to_scores` gets of
+    the same tile; `open` makes the state of `to_scores` and `collect`, which return it first. What
+    a walk owns, `own`, are the rows of its queries or the columns of its keys; a diagonal owns
+    neither. `at` is a Block, a Tile of keys or a Diagonal.
     """
 
     head: Any  # (bias, b, h): what is read once for a head
     rows: Any  # (bias, head, sees, block, q): once for a block of queries
     columns: Any  # (bias, head, sees, b, h, j0, k): once for a tile of keys
     spans: Any  # (bias, rows, i0, begin, end, M, N): the tiles of keys that are NEAR
-    query_spans: Any  # (bias, start, j0, begin, end, M, N): the blocks of queries that are
+    query_spans: Any  # (bias, columns, start, j0, begin, end, M, N): such blocks of queries
     begin: Any  # (bias, head, own, i0, j0, M, N, PLACE, WALK): before tiles, from this one on
-    add: Any  # (products, state, rows, columns, bias, tile, scale, PLACE, WALK): as below
+    add: Any  # (products, state, rows, columns, bias, tile, scale, PLACE, WALK)
     row_part: Any  # (bias, rows, block): what is the same for all keys, if `add` leaves it out
     narrow: Any  # (bias, rows, bound, sees, block, begin, edge, after, end, M, N): needed tiles
     open: Any  # (bias, M, N, WALK)
-    collect: Any  # (state, ds, dx, rows, columns, kept, bias, tile, PLACE, WALK): those three
-    close: (
-        Any  # (state, dx, own, bias, sees, at, WALK): the first two, for the next head of a group
-    )
+    to_scores: Any  # (state, ds, rows, kept, bias, tile, PLACE, WALK): and the gradient of scores
+    collect: Any  # (state, ds, dx, rows, columns, bias, tile, PLACE, WALK): and that of q or k
+    # (state, dx, own, bias, sees, at, WALK): state and dx, for the next head of a group
+    close: Any
     few_rows: Any  # (bias, sees, b, h, i): as rows, with a head for each row
-    few: Any  # (products, rows, bias, sees, b, h, i, j, k, scale): the scores
+    few: Any  # (products, rows, bias, sees, b, h, i, j, k, seen, scale): the scores
     has_far_keys: Any  # whether tiles of keys far away have one bias for each query or key
     has_far_queries: Any  # whether blocks of queries have
     masks_all: Any  # whether tiles that are seen whole are masked too, for fewer loops
@@ -148,7 +148,7 @@ def no_spans(bias, rows, i0, begin, end, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def no_query_spans(bias, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
+def no_query_spans(bias, columns, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
     return begin, end
 
 
@@ -185,10 +185,13 @@ def no_open(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
-def no_collect(
-    state, ds, dx, rows, columns, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
-):
-    return state, ds, dx
+def no_to_scores(state, ds, rows, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr):
+    return state, ds
+
+
+@triton.jit
+def no_collect(state, ds, dx, rows, columns, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr):
+    return state, dx
 
 
 @triton.jit
@@ -202,7 +205,7 @@ def no_few_rows(bias, sees, b, h, i):
 
 
 @triton.jit
-def no_few(products, rows, bias, sees, b, h, i, j, k, scale):
+def no_few(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return products * scale
 
 
@@ -217,6 +220,7 @@ NO_HOOKS = Hooks(
     no_row_part,
     no_narrow,
     no_open,
+    no_to_scores,
     no_collect,
     no_close,
     no_few_rows,
@@ -329,22 +333,12 @@ def number_of(block, sees):
 def tile_at(block, sees, j0, N: tl.constexpr, MASKED: tl.constexpr):
     """The tile of a block of queries and of the keys from ``j0`` on."""
     j = j0 + tl.arange(0, N)
-    seen = None
-    if MASKED:
-        seen = (j[None, :] >= block.low[:, None]) & (j[None, :] <= block.high[:, None])
-        if sees.padding is not None:
-            inside = (j >= 0) & (j < sees.keys)
-            there = tl.load(sees.padding + block.b * sees.padding_b + j, mask=inside, other=0)
-            seen = seen & (there != 0)[None, :]
+    seen = (j[None, :] >= block.low[:, None]) & (j[None, :] <= block.high[:, None])
+    if MASKED and sees.padding is not None:
+        inside = (j >= 0) & (j < sees.keys)
+        there = tl.load(sees.padding + block.b * sees.padding_b + j, mask=inside, other=0)
+        seen = seen & (there != 0)[None, :]
     return Tile(block.b, block.h, block.i0, j0, block.i, j, seen)
-
-
-@triton.jit
-def hide(scores, seen):
-    """``-inf`` for keys that are not seen."""
-    if seen is not None:
-        scores = tl.where(seen, scores, float("-inf"))
-    return scores
 
 
 @triton.jit

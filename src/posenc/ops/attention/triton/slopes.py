@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.flash.parts import KEYS, LOG2E, NO_HOOKS, number_of
-from posenc.ops.attention.triton.flash.walks import (
+from posenc.ops.attention.triton.parts import KEYS, LOG2E, NO_HOOKS, number_of
+from posenc.ops.attention.triton.walks import (
     NOTHING,
     Above,
     Gradient,
@@ -115,12 +115,10 @@ def open_line(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
-def collect_line(
-    state, ds, dx, rows, columns, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
-):
+def collect_line(state, ds, dx, rows, columns, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr):
     if bias.to is not None and WALK != KEYS:
         state -= tl.sum(ds * distance_of(tile), 1)
-    return state, ds, dx
+    return state, dx
 
 
 @triton.jit
@@ -136,7 +134,7 @@ def few_slopes(bias, sees, b, h, i):
 
 
 @triton.jit
-def add_few_lines(products, rows, bias, sees, b, h, i, j, k, scale):
+def add_few_lines(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return products * scale - tl.abs(i[:, None] - j[None, :]).to(tl.float32) * rows.slope[:, None]
 
 
@@ -179,6 +177,9 @@ def prepare(walks: Walks) -> Prepared:
         is_causal=Constant(walks.call.causal),
     )
     return Prepared(bias, walks.number_tiles())
+
+
+prepare_few = prepare
 
 
 def gradient_of(

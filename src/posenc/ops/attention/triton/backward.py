@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.flash.parts import (
+from posenc.ops.attention.triton.parts import (
     AFTER,
     BEFORE,
     DIAGONAL,
@@ -23,7 +23,6 @@ from posenc.ops.attention.triton.flash.parts import (
     Tile,
     block_at,
     clip,
-    hide,
     load_lse,
     load_tile,
     product,
@@ -43,9 +42,11 @@ class Diagonal(NamedTuple):
 
 
 @triton.jit
-def score_gradient(scores, seen, lse, dp, delta):
+def score_gradient(scores, seen, lse, dp, delta, MASKED: tl.constexpr):
     """The weights of a tile, and the gradient of its scores."""
-    weights = tl.exp2(hide(scores, seen) - lse[:, None])
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    weights = tl.exp2(scores - lse[:, None])
     return weights, weights * (dp - delta[:, None])
 
 
@@ -68,11 +69,12 @@ def visit_keys(
             scores, carried, rows, columns, bias, tile, scale, PLACE, QUERIES
         )
         dp = product(g, values, False, PRECISION)
-        _, ds = score_gradient(scores, tile.seen, lse, dp, delta)
-        collected, ds, dq = bias.hooks.collect(
-            collected, ds, dq, rows, columns, kept, bias, tile, PLACE, QUERIES
-        )
+        _, ds = score_gradient(scores, tile.seen, lse, dp, delta, MASKED)
+        collected, ds = bias.hooks.to_scores(collected, ds, rows, kept, bias, tile, PLACE, QUERIES)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+        collected, dq = bias.hooks.collect(
+            collected, ds, dq, rows, columns, bias, tile, PLACE, QUERIES
+        )
     return dq, collected
 
 
@@ -166,12 +168,13 @@ def visit_queries(
         sums -= bias.hooks.row_part(bias, rows, block)
         minus = tl.load(delta + block.rows, mask=block.present, other=0.0)
         dp = product(grad, v, bias.hooks.keys_first, PRECISION)
-        weights, ds = score_gradient(scores, tile.seen, sums, dp, minus)
+        weights, ds = score_gradient(scores, tile.seen, sums, dp, minus, MASKED)
         dv = tl.dot(weights.T.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        collected, ds, dk = bias.hooks.collect(
-            collected, ds, dk, rows, columns, kept, bias, tile, PLACE, KEYS
-        )
+        collected, ds = bias.hooks.to_scores(collected, ds, rows, kept, bias, tile, PLACE, KEYS)
         dk = tl.dot(ds.T.to(query.dtype), query, dk, input_precision=PRECISION)
+        collected, dk = bias.hooks.collect(
+            collected, ds, dk, rows, columns, bias, tile, PLACE, KEYS
+        )
     return dk, dv, collected
 
 
@@ -216,7 +219,7 @@ def to_keys(
             )  # fmt: skip
         far = last
         if bias.hooks.has_far_queries:
-            near, far = bias.hooks.query_spans(bias, start, j0, first, last, M, N)
+            near, far = bias.hooks.query_spans(bias, columns, start, j0, first, last, M, N)
             far = clip(far, full, last)
             if not sees.is_causal:
                 full = clip(near, first, far)
@@ -291,23 +294,23 @@ def visit_diagonal(
         block = block_at(sees, b, h, start, m * M, M)
         j0 = block.i0 - distance
         query = load_tile(q, b, h, m * M, sees.queries, M, MASKED)
-        grad = load_tile(g, b, h, m * M, sees.queries, M, MASKED)
         key = load_tile(k, b, kv, j0, sees.keys, M, MASKED)
-        value = load_tile(v, b, kv, j0, sees.keys, M, MASKED)
         scores = product(query, key, False, PRECISION)
         tile = tile_at(block, sees, j0, M, MASKED)
         rows = bias.hooks.rows(bias, head, sees, block, query)
         columns = bias.hooks.columns(bias, head, sees, b, h, j0, key)
-        scores, carried, kept = bias.hooks.add(
+        scores, carried, _ = bias.hooks.add(
             scores, carried, rows, columns, bias, tile, scale, NEAR, DIAGONAL
         )
         sums = load_lse(lse, block.rows, block.present)
         sums -= bias.hooks.row_part(bias, rows, block)
         minus = tl.load(delta + block.rows, mask=block.present, other=0.0)
+        grad = load_tile(g, b, h, m * M, sees.queries, M, MASKED)
+        value = load_tile(v, b, kv, j0, sees.keys, M, MASKED)
         dp = product(grad, value, False, PRECISION)
-        _, ds = score_gradient(scores, tile.seen, sums, dp, minus)
-        collected, ds, query = bias.hooks.collect(
-            collected, ds, query, rows, columns, kept, bias, tile, NEAR, DIAGONAL
+        _, ds = score_gradient(scores, tile.seen, sums, dp, minus, MASKED)
+        collected, _ = bias.hooks.collect(
+            collected, ds, (), rows, columns, bias, tile, NEAR, DIAGONAL
         )
     return collected
 

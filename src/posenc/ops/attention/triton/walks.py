@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from posenc.ops.attention.triton.flash import backward, forward, parts
+from posenc.ops.attention.triton import backward, forward, parts
 from posenc.ops.plan import Constant, Operand, Plan, Target, strides
 
 LOG2E = math.log2(math.e)
@@ -36,8 +36,8 @@ class Tiles(NamedTuple):
 # For numbers of distances, measured on an H200: of halves in heads up to 64, up to 128 and wider,
 # then of float32 in heads up to 128 and wider.
 NUMBERS = (
-    Tiles((64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2)),
-    Tiles((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2)),
+    Tiles((64, 128, 4, 2), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 8, 3)),
+    Tiles((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 8, 3)),
     Tiles((128, 32, 8, 2), (64, 32, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1)),
     Tiles((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     Tiles((64, 16, 4, 2), (32, 16, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
@@ -64,6 +64,25 @@ class Walks(NamedTuple):
     def precision(self) -> str:
         """That of products."""
         return "tf32x3" if self.is_exact else "tf32"
+
+    @property
+    def few_keys(self) -> int:
+        """Keys of a tile of few queries."""
+        return 32 if self.is_exact else 64
+
+    @property
+    def is_short(self) -> bool:
+        """Whether so few queries share a head of keys that the keys are split over programs.
+
+        Up to 16 queries are the smallest block of that kernel, which also converts no numbers.
+        """
+        rows, keys = self.q.shape[1] // self.k.shape[1] * self.q.shape[2], self.k.shape[2]
+        return rows <= 16 or (rows <= 64 and keys >= 256)
+
+    @property
+    def prunes(self) -> bool:
+        """Whether far keys are left out."""
+        return self.call.prunes and self.k.shape[2] >= PRUNE_FROM and not self.is_short
 
     @property
     def width(self) -> int:
@@ -195,7 +214,7 @@ def launch_few(walks: Walks, bias: Any, out: Operand, lse: Operand) -> None:
         part_lse = plan.empty((count, rows), torch.float32)
     constants = {
         "M": max(16, triton.next_power_of_2(heads // kv_heads * queries)),
-        "N": 32 if walks.is_exact else 64,
+        "N": walks.few_keys,
         "WHOLE": count == 1,
         "PRECISION": walks.precision,
     }
@@ -240,15 +259,6 @@ def launch_backward(
 def hooks(of: parts.Hooks) -> parts.Hooks:
     """Device functions and flags as parts of an aggregate."""
     return parts.Hooks(*map(Constant, of))
-
-
-def is_short(q: Operand, k: Operand) -> bool:
-    """Whether so few queries share a head of keys that the keys are split over programs.
-
-    Up to 16 queries are the smallest block of that kernel, which also converts no numbers.
-    """
-    rows = q.shape[1] // k.shape[1] * q.shape[2]
-    return rows <= 16 or (rows <= 64 and k.shape[2] >= 256)
 
 
 def whole(plan: Plan, x: Operand) -> Operand:

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from posenc.ops.attention.triton.curve import LINES, Curve, log1p, to_network
-from posenc.ops.attention.triton.flash.parts import LN2, NO_HOOKS, QUERIES, number_of
-from posenc.ops.attention.triton.flash.walks import (
+from posenc.ops.attention.triton.parts import LN2, NO_HOOKS, QUERIES, number_of
+from posenc.ops.attention.triton.walks import (
     NOTHING,
     Above,
     Gradient,
@@ -94,8 +94,8 @@ def fire_tile(bias, rows, tile):
     M: tl.constexpr = tile.i.shape[0]
     N: tl.constexpr = tile.j.shape[0]
     distance = tile.i0 - tile.j0
-    row = tl.arange(0, M)[:, None] - tl.arange(0, N)[None, :]
-    far = tl.minimum(tl.abs(distance + row), bias.reach - 1)
+    row = distance + tl.arange(0, M)
+    far = tl.minimum(tl.abs(row[:, None] - tl.arange(0, N)[None, :]), bias.reach - 1)
     logs = tl.load(bias.logs + far)
     low = distance - (N - 1)
     high = distance + M - 1
@@ -115,15 +115,15 @@ def fire_tile(bias, rows, tile):
 def add_curve(
     scores, state, rows, columns, bias, tile, scale, PLACE: tl.constexpr, WALK: tl.constexpr
 ):
-    scores *= scale
     part = fire_tile(bias, rows, tile)
     line = rows.curve + LINES + 2 * part.begin
-    scores += part.x * tl.load(line) + tl.load(line + 1)
+    # Apart from the scores, whose layout would be converted for each knot.
+    curve = part.x * tl.load(line) + tl.load(line + 1)
     knots = rows.curve + LINES + 2 * (bias.units + 1)
     for n in tl.range(part.begin, part.end):
         change = tl.load(knots + bias.units + n)
-        scores += tl.maximum(part.x - tl.load(knots + n), 0.0) * change
-    return scores, state, ()
+        curve += tl.maximum(part.x - tl.load(knots + n), 0.0) * change
+    return scores * scale + curve, state, ()
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def open_curve(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
 
 @triton.jit
 def collect_curve(
-    state, ds, dx, rows, columns, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
+    state, ds, dx, rows, columns, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
 ):
     if bias.sums is not None and WALK == QUERIES:
         part = fire_tile(bias, rows, tile)
@@ -158,7 +158,7 @@ def collect_curve(
         by_log = state.by_log + tl.sum(slope * part.logs, 1)
         by_c = state.by_c + tl.sum(slope * tl.load(bias.logs + bias.reach + part.far), 1)
         state = FireSums(by_log, by_c, state.by_x + total_x, above, above_x)
-    return state, ds, dx
+    return state, dx
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def few_curves(bias, sees, b, h, i):
 
 
 @triton.jit
-def add_few_curves(products, rows, bias, sees, b, h, i, j, k, scale):
+def add_few_curves(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     """The line of the first segment, and the change of slope at each knot."""
     far = tl.minimum(tl.abs(i[:, None] - j[None, :]), bias.reach - 1)
     x = tl.load(bias.logs + far) * rows.rates[:, None]
@@ -258,6 +258,9 @@ def prepare(walks: Walks) -> Prepared:
     return Prepared(bias, TILES[at], found)
 
 
+prepare_few = prepare
+
+
 def gradient_of(
     walks: Walks, prepared: Prepared, above: Above, results: Mapping[str, Operand]
 ) -> Gradient:
@@ -266,6 +269,6 @@ def gradient_of(
     shape = walks.sequences, walks.blocks(prepared.tiles.to_queries), 3, found.block
     by_block = walks.plan.empty(shape, torch.float32)
     bias = prepared.bias._replace(sums=by_block, lse=above.lse, g_lse=above.g_lse)
-    arguments = found.network, by_block, to, 0, batch, shape[1]
+    arguments = found.network, by_block, to, batch, shape[1]
     fold = to_network, (1,), arguments, {**found.sizes, "BLOCK": 32}
     return Gradient(bias, (fold,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.flash.parts import (
+from posenc.ops.attention.triton.parts import (
     AFTER,
     BEFORE,
     LN2,
@@ -16,7 +16,6 @@ from posenc.ops.attention.triton.flash.parts import (
     SLACK,
     block_at,
     clip,
-    hide,
     load_tile,
     program_of,
     range_of,
@@ -48,7 +47,9 @@ def visit(
             scores, carried, rows, columns, bias, tile, scale, PLACE, QUERIES
         )
         values = load_tile(v, block.b, kv, n * N, sees.keys, N, MASKED)
-        state = softmax_step(state, hide(scores, tile.seen), values, MASKED, PRECISION)
+        if MASKED:
+            scores = tl.where(tile.seen, scores, float("-inf"))
+        state = softmax_step(state, scores, values, MASKED, PRECISION)
     return state
 
 
@@ -188,13 +189,14 @@ def split(
         j = n * N + tl.arange(0, N)
         keys = load_tile(k, b, kv, n * N, sees.keys, N, True)
         scores = tl.dot(query, keys.T, input_precision=PRECISION)
-        scores = bias.hooks.few(scores, rows, bias, sees, b, h, i, j, keys, scale)
         seen = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
         if sees.padding is not None:
             there = tl.load(sees.padding + b * sees.padding_b + j, mask=j < sees.keys, other=0)
             seen = seen & (there != 0)[None, :]
+        scores = bias.hooks.few(scores, rows, bias, sees, b, h, i, j, keys, seen, scale)
         values = load_tile(v, b, kv, n * N, sees.keys, N, True)
-        state = softmax_step(state, hide(scores, seen), values, True, PRECISION)
+        scores = tl.where(seen, scores, float("-inf"))
+        state = softmax_step(state, scores, values, True, PRECISION)
     acc, sums = softmax_end(state)
     if WHOLE:
         sums *= LN2

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.flash.parts import KEYS, LOG2E, NO_HOOKS, QUERIES
-from posenc.ops.attention.triton.flash.walks import (
+from posenc.ops.attention.triton.parts import KEYS, LOG2E, NO_HOOKS, QUERIES
+from posenc.ops.attention.triton.walks import (
     NOTHING,
     OPTIONS,
     Above,
@@ -18,6 +18,7 @@ from posenc.ops.attention.triton.flash.walks import (
     Prepared,
     Walks,
     hooks,
+    whole,
 )
 from posenc.ops.plan import Constant, Operand
 
@@ -26,75 +27,60 @@ CHUNK = tl.constexpr(256)
 
 
 class Sums(NamedTuple):
-    """Sums ``(1 or B, H, width)`` in units of log2, as two float32, which `split_sums` makes.
+    """Sums ``(1 or B, H, width)``, in natural units.
 
-    The difference of the greater parts of near keys is exact. The bias is left out of the rows, and
-    added to the log-sum-exp, unless its rounding would show (`is_exact`).
+    The bias is left out of the rows, and added to the log-sum-exp, unless its rounding would show
+    (`is_exact`).
     """
 
     hooks: Any
-    high: Any
-    low: Any
+    sums: Any
     sums_b: Any
     sums_h: Any
     width: Any
-    least: Any  # of each `CHUNK` of keys, (1 or B, H, chunks)
+    least: Any  # of each `CHUNK` of keys, (1 or B, H, chunks), if far keys are left out
     chunks: Any
     by_row: Any  # sums of the gradient of the scores, (B, H, Q) and (B, H, K), or None
     by_key: Any
     is_exact: Any
 
 
-class Sum(NamedTuple):
-    """Where a head's sums are, and those of some keys; `chunk` is the head's least ones."""
+class SumRows(NamedTuple):
+    """Where the sums of a head begin, and that of a block's first query."""
 
-    at: Any
-    chunk: Any
-    high: Any
-    low: Any
-    high0: Any
-    low0: Any
-
-
-class Columns(NamedTuple):
-    """The sums of a tile of keys."""
-
-    high: Any
-    low: Any
-
-
-class Head(NamedTuple):
-    """Where the sums of a head begin, and its least ones."""
-
-    at: Any
-    chunk: Any
+    head: Any
+    origin: Any
 
 
 @triton.jit
 def head_sums(bias, b, h):
-    at = b * bias.sums_b + h * bias.sums_h
-    return Head(at, at // bias.width * bias.chunks)
+    return b * bias.sums_b + h * bias.sums_h
 
 
 @triton.jit
-def load_sums(bias, at, index):
-    near = at + tl.minimum(tl.maximum(index, 0), bias.width - 1)
-    return tl.load(bias.high + near), tl.load(bias.low + near)
+def load_own(bias, head, i):
+    """The sums of queries; those past the keys have the last one."""
+    own = tl.minimum(tl.maximum(i, 0), bias.width - 1)
+    return tl.load(bias.sums + head + own).to(tl.float64)
 
 
 @triton.jit
 def sum_rows(bias, head, sees, block, q):
-    high, low = load_sums(bias, head.at, block.i)
-    high0, low0 = load_sums(bias, head.at, block.i0)
-    return Sum(head.at, head.chunk, high, low, high0, low0)
+    return SumRows(head, load_own(bias, head, block.i0))
 
 
 @triton.jit
 def sum_columns(bias, head, sees, b, h, j0, k):
     j = j0 + tl.arange(0, k.shape[0])
-    inside = (j >= 0) & (j < bias.width)
-    high = tl.load(bias.high + head.at + j, mask=inside, other=0.0)
-    return Columns(high, tl.load(bias.low + head.at + j, mask=inside, other=0.0))
+    inside = (j >= 0) & (j < sees.keys)
+    return tl.load(bias.sums + head + j, mask=inside, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def in_two(sums):
+    """A float64 as a float32 and the rest."""
+    high = sums.to(tl.float32)
+    return high, (sums - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -102,20 +88,23 @@ def add_sums(
     scores, state, rows, columns, bias, tile, scale, PLACE: tl.constexpr, WALK: tl.constexpr
 ):
     scores *= scale
-    high = columns.high
-    low = columns.low
     if bias.is_exact:
-        scores += (rows.high[:, None] - high[None, :]) + (rows.low[:, None] - low[None, :])
+        # The difference of the greater parts of near keys is exact.
+        high, low = in_two(load_own(bias, rows.head, tile.i) - rows.origin)
+        key_high, key_low = in_two(columns - rows.origin)
+        line = (high[:, None] - key_high[None, :]) + (low[:, None] - key_low[None, :])
+        scores += line * LOG2E
     else:
-        scores += ((rows.high0 - high) + (rows.low0 - low))[None, :]
+        scores += ((rows.origin - columns) * LOG2E).to(tl.float32)[None, :]
     return scores, state, ()
 
 
 @triton.jit
 def sums_of_rows(bias, rows, block):
-    sums = (rows.high - rows.high0) + (rows.low - rows.low0)
     if bias.is_exact:
-        sums *= 0.0
+        sums = block.i.to(tl.float32) * 0.0
+    else:
+        sums = ((load_own(bias, rows.head, block.i) - rows.origin) * LOG2E).to(tl.float32)
     return sums
 
 
@@ -125,21 +114,19 @@ def narrow_by_sums(
 ):
     """A chunk of keys is needed if the bias of one of them is above minus the bound."""
     if bias.is_exact:
-        bound += (rows.high - rows.high0) + (rows.low - rows.low0)
+        bound += ((load_own(bias, rows.head, block.i) - rows.origin) * LOG2E).to(tl.float32)
     reach = tl.where(
         block.low <= block.high, bound + tl.log2(sees.keys.to(tl.float32)), float("-inf")
     )
     furthest = tl.max(tl.where(reach == reach, reach, float("inf")))
     needed = edge
+    least = bias.least + rows.head // bias.width * bias.chunks
     for first in range(0, bias.chunks, 64):
         part = first + tl.arange(0, 64)
-        inside = part < bias.chunks
-        least = tl.load(bias.least + rows.chunk + part, mask=inside, other=0.0)
-        # The least sums are rounded down, and this difference is rounded up.
-        greatest = (rows.high0 - least) + rows.low0
-        greatest += tl.abs(greatest) * 2.0**-22
-        is_needed = inside & (greatest > -furthest)
-        needed = tl.minimum(needed, tl.min(tl.where(is_needed, part * (CHUNK // N), edge)))
+        sums = tl.load(least + part, mask=part < bias.chunks, other=float("inf"))
+        greatest = ((rows.origin - sums) * LOG2E).to(tl.float32)
+        chunk = tl.where(greatest > -furthest, part * (CHUNK // N), edge)
+        needed = tl.minimum(needed, tl.min(chunk))
     return tl.maximum(begin, needed), end
 
 
@@ -154,14 +141,12 @@ def open_sums(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
 
 
 @triton.jit
-def collect_sums(
-    state, ds, dx, rows, columns, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
-):
+def collect_sums(state, ds, dx, rows, columns, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr):
     if bias.by_row is not None and WALK == QUERIES:
         state += tl.sum(ds, 1)
     elif bias.by_key is not None and WALK == KEYS:
         state += tl.sum(ds, 0)
-    return state, ds, dx
+    return state, dx
 
 
 @triton.jit
@@ -177,18 +162,15 @@ def close_sums(state, dx, own, bias, sees, at, WALK: tl.constexpr):
 
 @triton.jit
 def few_sums(bias, sees, b, h, i):
-    at = b * bias.sums_b + h * bias.sums_h
-    near = at + tl.minimum(tl.maximum(i, 0), bias.width - 1)
-    return Sum(at, at, tl.load(bias.high + near), tl.load(bias.low + near), at, at)
+    head = b * bias.sums_b + h * bias.sums_h
+    return SumRows(head, load_own(bias, head, i))
 
 
 @triton.jit
-def add_few_sums(products, rows, bias, sees, b, h, i, j, k, scale):
-    at = rows.at[:, None] + j[None, :]
-    inside = j < sees.keys
-    high = tl.load(bias.high + at, mask=inside[None, :], other=0.0)
-    low = tl.load(bias.low + at, mask=inside[None, :], other=0.0)
-    return products * scale + ((rows.high[:, None] - high) + (rows.low[:, None] - low))
+def add_few_sums(products, rows, bias, sees, b, h, i, j, k, seen, scale):
+    at = bias.sums + rows.head[:, None] + j[None, :]
+    sums = tl.load(at, mask=(j < sees.keys)[None, :], other=0.0).to(tl.float64)
+    return products * scale + ((rows.origin[:, None] - sums) * LOG2E).to(tl.float32)
 
 
 HOOKS = NO_HOOKS._replace(
@@ -207,25 +189,14 @@ HOOKS = NO_HOOKS._replace(
 
 
 @triton.jit
-def split_sums(sums, high, low, least, sums_b, sums_h, sums_t, width, chunks, BLOCK: tl.constexpr):
-    """Sums in units of log2 as a float32 and the rest of it, and the least of each chunk."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def least_sums(sums, least, sums_b, sums_h, width):
+    """The least of each `CHUNK` of sums; minus infinity for NaN, which must prune nothing."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    inside = at < width
-    numbers = tl.load(
-        sums + b * sums_b + h * sums_h + at.to(tl.int64) * sums_t, mask=inside, other=0.0
-    )
-    wide = numbers.to(tl.float64) * LOG2E
-    greater = wide.to(tl.float32)
-    row = b * tl.num_programs(1) + h
-    tl.store(high + row * width + at, greater, mask=inside)
-    # Infinities have no rest.
-    rest = tl.where(tl.abs(greater) == float("inf"), 0.0, wide - greater.to(tl.float64))
-    tl.store(low + row * width + at, rest.to(tl.float32), mask=inside)
-    # NaN must prune nothing. The number below a float32 is not above what was rounded to it.
-    below = greater - tl.abs(greater) * 2.0**-23
-    below = tl.where(greater == greater, below, float("-inf"))
-    tl.store(least + row * chunks + tl.program_id(0), tl.min(tl.where(inside, below, float("inf"))))
+    found = tl.load(sums + b * sums_b + h * sums_h + at, mask=at < width, other=float("inf"))
+    found = tl.where(found == found, found, float("-inf")).to(tl.float64)
+    to = (b * tl.num_programs(1) + h) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(least + to, tl.min(found))
 
 
 @triton.jit
@@ -255,19 +226,19 @@ def fold_sums(
 
 
 def prepare(walks: Walks) -> Prepared:
-    """The sums of a call, split."""
-    plan, values = walks.plan, walks.call.bias.values
+    """The sums of a call."""
+    plan, values = walks.plan, whole(walks.plan, walks.call.bias.values)
     batch, heads, width = values.shape
-    chunks = -(-width // CHUNK.value)
-    high, low = (plan.empty(values.shape, torch.float32) for _ in range(2))
-    least = plan.empty((batch, heads, chunks), torch.float32)
-    arguments = values, high, low, least, *values.stride(), width, chunks
-    plan.launch(split_sums, (chunks, heads, batch), arguments, {"BLOCK": CHUNK.value}, **OPTIONS)
+    chunks, least = -(-width // CHUNK.value), NOTHING
+    sums_b = 0 if batch == 1 else heads * width
+    if walks.prunes:
+        least = plan.empty((batch, heads, chunks), torch.float64)
+        arguments = values, least, sums_b, width, width
+        plan.launch(least_sums, (chunks, heads, batch), arguments, {}, **OPTIONS)
     bias = Sums(
         hooks=hooks(HOOKS),
-        high=high,
-        low=low,
-        sums_b=0 if batch == 1 else heads * width,
+        sums=values,
+        sums_b=sums_b,
         sums_h=width,
         width=width,
         least=least,
@@ -277,6 +248,9 @@ def prepare(walks: Walks) -> Prepared:
         is_exact=Constant(walks.is_exact),
     )
     return Prepared(bias, walks.number_tiles())
+
+
+prepare_few = prepare
 
 
 def gradient_of(

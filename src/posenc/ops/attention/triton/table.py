@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.flash.parts import (
+from posenc.ops.attention.triton.parts import (
     AFTER,
     BEFORE,
     DIAGONAL,
@@ -20,7 +20,7 @@ from posenc.ops.attention.triton.flash.parts import (
     QUERIES,
     number_of,
 )
-from posenc.ops.attention.triton.flash.walks import (
+from posenc.ops.attention.triton.walks import (
     NOTHING,
     OPTIONS,
     Above,
@@ -87,7 +87,7 @@ def near_tiles(bias, rows, i0, begin, end, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def near_blocks(bias, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
+def near_blocks(bias, columns, start, j0, begin, end, M: tl.constexpr, N: tl.constexpr):
     """Queries of blocks before these are before the first column for all keys of a tile."""
     near = tl.maximum(j0 - bias.zero - start + 1, 0) // M
     far = j0 + N - 1 + bias.width - 1 - bias.zero - start + M - 1
@@ -159,7 +159,7 @@ def open_table(bias, M: tl.constexpr, N: tl.constexpr, WALK: tl.constexpr):
 
 @triton.jit
 def collect_table(
-    state, ds, dx, rows, columns, kept, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
+    state, ds, dx, rows, columns, bias, tile, PLACE: tl.constexpr, WALK: tl.constexpr
 ):
     if WALK == DIAGONAL:
         state += ds
@@ -174,7 +174,7 @@ def collect_table(
         if bias.before_first is not None and PLACE != BEFORE:
             before += tl.sum(tl.where(column < 0, ds, 0.0), 1)
         state = TableSums(beyond, before)
-    return state, ds, dx
+    return state, dx
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def few_tables(bias, sees, b, h, i):
 
 
 @triton.jit
-def add_few_tables(products, rows, bias, sees, b, h, i, j, k, scale):
+def add_few_tables(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     distance = i[:, None] - j[None, :]
     column = tl.minimum(tl.maximum(distance + bias.zero, 0), bias.width - 1)
     numbers = tl.load(rows.at[:, None] + column.to(tl.int64) * bias.padded_t)
@@ -298,7 +298,10 @@ def prepare_few(walks: Walks) -> Prepared:
         by_diagonal=NOTHING,
         has_ptx=Constant(walks.target.vendor == "nvidia"),
     )
-    return Prepared(bias, walks.number_tiles())
+    tiles = walks.number_tiles()
+    if walks.width <= 64 and not walks.is_exact:
+        tiles = tiles._replace(to_queries=(64, 64, 4, 3))
+    return Prepared(bias, tiles)
 
 
 def prepare(walks: Walks) -> Prepared:

@@ -1,0 +1,27 @@
+"""Attention without a bias."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from posenc.ops.attention.triton.parts import NO_HOOKS
+from posenc.ops.attention.triton.walks import Gradient, Prepared, Walks, hooks
+
+
+class Nothing(NamedTuple):
+    """A bias that adds nothing."""
+
+    hooks: Any
+
+
+def prepare(walks: Walks) -> Prepared:
+    """Nothing is prepared."""
+    return Prepared(Nothing(hooks(NO_HOOKS)), walks.number_tiles())
+
+
+prepare_few = prepare
+
+
+def gradient_of(walks: Walks, prepared: Prepared, *_: Any) -> Gradient:
+    """There is none."""
+    return Gradient(prepared.bias)
