@@ -118,8 +118,11 @@ def biased_attention(mesh, ways):
     spread = [distribute_tensor(x, mesh, ways[-1]) for x in (q, k, v)]
     # What the layers of a patched model call.
     how = {"scale": 0.3, "causal": True, "prune": True}
-    got = attend_last(*spread, sums, **how).full_tensor()
-    assert_close(got, attend_last(q, k, v, sums, **how), rtol=1e-12, atol=1e-12)
+    is_seen = (torch.arange(4 * 24).view(4, 24) % 7 != 3).byte()
+    for padding in (None, is_seen, is_seen[:1]):
+        got = attend_last(*spread, sums, **how, padding=padding)[0].full_tensor()
+        wanted = attend_last(q, k, v, sums, **how, padding=padding)[0]
+        assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="k must be a DTensor, as q is, got Tensor"):
         run(spread[0], k, v, causal=True)
     with pytest.raises(TypeError, match="None where q is a DTensor, got a RowBias"):

@@ -303,23 +303,24 @@ def attend_last(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: DistanceTable | RunningSum,
+    bias: DistanceTable | RunningSum | None,
     *,
     scale: float,
     causal: bool,
     prune: bool,
     padding: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Attention of queries that are at the last keys; nothing is checked but DTensors.
 
-    ``padding``, uint8 ``[1 or B, K]``, is zero for keys that are hidden; not for DTensors.
+    ``padding``, uint8 ``[1 or B, K]``, is zero for keys that are hidden.
     """
-    how: Any = {"scale": scale, "causal": causal, "prune": prune}
+    who: Any = "the patched model"
+    how: Any = {"scale": scale, "causal": causal, "prune": prune, "padding": padding}
     if sharding.is_sharded(q):
-        assert padding is None
-        return attend("the patched model", q, k, v, bias, **how)[0]
-    call = Call.of(numbers_of(bias, q), start=k.shape[2] - q.shape[2], padding=padding, **how)
-    return run("the patched model", q, k, v, bias, call)[0]
+        assert sharding.registered is not None
+        return sharding.registered.attend(who, q, k, v, bias, **how)
+    call = Call.of(numbers_of(bias, q), start=k.shape[2] - q.shape[2], **how)
+    return run(who, q, k, v, bias, call)
 
 
 def attend_ranges(

@@ -97,19 +97,22 @@ def _attend(
     query_offset: int | Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     backend: str | None = None,
+    padding: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the local queries, with the bias of their heads and their positions.
 
     Keys and values are sharded as ``q`` along batch and heads. Along the sequence they go from rank
     to rank, see `posenc.interop.ring`; where that is impossible they are gathered, and their
-    gradients summed over the ranks.
+    gradients summed over the ranks. With ``padding``, that of `attend_last`, queries are gathered
+    too.
     """
     _check_sharded(who, q, k, v, bias)
-    placements = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
+    kept = [Shard(0), Shard(1)] if padding is not None else [Shard(0), Shard(1), Shard(2)]
+    placements = [p if p in kept else Replicate() for p in q.placements]
     q = q.redistribute(placements=placements)
     batch, heads, tokens = (_local_range(q, dim) for dim in range(3))
-    gathered = backend or query_offset is not None or window is not None
+    gathered = backend or any(x is not None for x in (query_offset, window, padding))
     ring_dim = None if gathered else _ring_dimension(q, k, v)
     ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(1))
     sharded = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
@@ -129,6 +132,9 @@ def _attend(
     if ring_dim is not None:
         group_of_ranks = q.device_mesh.get_group(ring_dim)
         y, lse = ring.attend(who, local, k, v, bias, group=group_of_ranks, **options)
+    elif padding is not None:
+        padding = padding[batch.start : batch.stop] if len(padding) > 1 else padding
+        y, lse = biased.attend_last(local, k, v, bias, padding=padding, **options)
     else:
         first = keys - q.shape[2] if query_offset is None else query_offset
         start = _local_option(batch, mine, "query_offset", first) + tokens.start

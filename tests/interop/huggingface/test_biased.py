@@ -10,7 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posenc.interop.huggingface import biased, patch, patched, unpatch
-from support.hf_models import tiny, tokens
+from support import hf_models
+from support.attention import DEVICE
+from support.hf_models import tiny
 
 # BLOOM's own GELU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
@@ -45,12 +47,16 @@ def rarely(names, *often):
 
 def build(family):
     name, changes = FAMILIES[family]
-    return tiny(name, **changes)
+    return tiny(name, **changes).to(DEVICE)
+
+
+def tokens(*sizes):
+    return hf_models.tokens(*sizes).to(DEVICE)
 
 
 def padding(batch=3, length=40):
     """None, some on the left, some on the right."""
-    mask = torch.ones(batch, length, dtype=torch.long)
+    mask = torch.ones(batch, length, dtype=torch.long, device=DEVICE)
     mask[1, :5], mask[2, -9:] = 0, 0
     return mask
 
@@ -65,12 +71,16 @@ def inputs(model, length=40):
     return given, mask.bool()
 
 
+def weights_like(logits):
+    return torch.linspace(-1, 1, logits.numel(), device=DEVICE).view(logits.shape)
+
+
 def run(model, length=40):
     """Logits of the tokens that are not padding, and the gradient of every parameter."""
     model.zero_grad()
     given, real = inputs(model, length)
     logits = model(**given).logits[real]
-    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+    logits.backward(weights_like(logits))
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
@@ -86,7 +96,8 @@ def calls(monkeypatch):
     seen = []
 
     def spy(q, k, v, bias, **named):
-        seen.append(bias)
+        if bias is not None:
+            seen.append(bias)
         return ours(q, k, v, bias, **named)
 
     ours = biased.attend_last
@@ -137,7 +148,8 @@ def test_falcons_rounded_positions_are_kept():
 
 def generated(model, **how):
     """Eight tokens after prompts of different lengths."""
-    prompt, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
+    prompt = tokens(3, 12)
+    mask = torch.ones_like(prompt)
     mask[1, :5] = 0
     how = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, **how}
     return model.generate(prompt, attention_mask=mask, **how)
@@ -156,6 +168,7 @@ def test_generate_gives_the_same_tokens(family, calls):
     assert torch.equal(generated(model, num_beams=2), beams)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="of the CPU")
 @pytest.mark.parametrize("family", ["bloom", "t5"])
 def test_a_short_call_on_the_cpu_is_left_to_the_model(family, calls, monkeypatch):
     """There its own attention is as fast."""
@@ -208,12 +221,12 @@ def test_no_matrix_is_made(family, padded):
     length = 512
     changes = {"max_seq_len": length} if family == "mpt" else {}
     name, small = FAMILIES[family]
-    model = tiny(name, **{**small, **changes})
+    model = tiny(name, **{**small, **changes}).to(DEVICE)
     given = {"input_ids": tokens(1, length), "use_cache": False}
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = tokens(1, length)
     if padded:
-        given["attention_mask"] = (torch.arange(length) > 9).long()[None]
+        given["attention_mask"] = (torch.arange(length, device=DEVICE) > 9).long()[None]
 
     with Largest() as theirs, torch.no_grad():
         model(**given)
@@ -229,7 +242,7 @@ def square_mask(model):
     given = {"input_ids": tokens(3, 40)}
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = given["input_ids"]
-    given["attention_mask"] = torch.full((1, 1, 40, 40), -1e9).triu(1)
+    given["attention_mask"] = torch.full((1, 1, 40, 40), -1e9, device=DEVICE).triu(1)
     return given
 
 
@@ -266,7 +279,7 @@ def test_what_ours_cannot_do_the_models_own_attention_does(family, make, calls):
     ],
 )
 def test_dropout_of_weights_is_the_models_own_in_training(name, changes, calls):
-    model = tiny(name, **changes).train()
+    model = tiny(name, **changes).to(DEVICE).train()
     given, _ = inputs(model)
     torch.manual_seed(0)
     expected = model(**given).logits
@@ -379,7 +392,7 @@ MASKED = ["bloom", "mpt", "falcon-groups", "falcon-multi-query", "t5", "umt5"]
 
 
 def mask_of(name):
-    return torch.tensor([[int(seen) for seen in row] for row in MASKS[name]])
+    return torch.tensor([[int(seen) for seen in row] for row in MASKS[name]], device=DEVICE)
 
 
 def calls_of(model):
@@ -473,7 +486,7 @@ def test_gradients_beside_padding_are_the_models(family, name):
     def gradients():
         model.zero_grad()
         logits = model(**given).logits[real]
-        (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+        logits.backward(weights_like(logits))
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     expected = gradients()
@@ -504,8 +517,9 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(family):
     if model.config.is_encoder_decoder:
         model = model.decoder
     cache = model(ids, use_cache=True).past_key_values
+    mask = mask_of("left")[:, :1]
     with pytest.raises(ValueError, match="must have 13 columns, one for each key, got 1"):
-        model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[1], [0]]))
+        model(ids[:, :1], past_key_values=cache, attention_mask=mask)
 
 
 @pytest.mark.parametrize("family", rarely(["bloom", "mpt", "falcon-groups"], "bloom"))

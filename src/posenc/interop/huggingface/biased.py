@@ -2,7 +2,8 @@
 
 Each function with the name of a model replaces the ``forward`` of an attention class, and has its
 parameters. The model that holds the layers makes no matrix for a mask any more, but passes a row
-for each sequence, ``[B, K]``: `HIDDEN` at padding, else zero; ``[1, 1]`` if there is no padding.
+for each sequence, uint8 ``[B, K]``, zero at padding; ``[1, 1]`` if there is no padding. Unlike
+document ids, that serves padding between tokens, and a compiled graph need not read the mask.
 Calls that our attention cannot serve run the model's own code instead, and so do short ones on the
 CPU, where that is faster.
 """
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from posenc._contract import checks
 from posenc._contract.tracing import in_capture, in_forward_mode, is_plain, is_readable
@@ -28,12 +29,6 @@ from posenc.functional import t5_buckets
 from posenc.functional.biased import attend_last
 from posenc.interop.huggingface.recognition import FAILURES, Match, NotUnderstood, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, Rewriter
-
-# What the mask has at padding. On a GPU, and for DTensors, it lowers the scores of such keys, so
-# that their weights are zero; it is finite, because a query may see no others, and NaN must not
-# appear. Elsewhere those keys are hidden. Unlike document ids, both serve padding between tokens,
-# and a compiled graph need not read the mask.
-HIDDEN = 2.0**20
 
 
 def bloom(
@@ -85,7 +80,7 @@ def mpt(
     q, k, v = (_heads(x, self.n_heads) for x in mixed.chunk(3, -1))
     k, v = _cached(past_key_values, self.layer_idx, k, v)
     # The model makes every mask boolean.
-    mask = attention_mask.to(position_bias.dtype) * HIDDEN
+    mask = attention_mask.byte()
     bias = _alibi(position_bias[..., -k.shape[2] :], 1.0, q, k)
     how = {"scale": self.softmax_scale, "causal": True, "prune": True}
     return self.out_proj(_merge(_attend(q, k, v, bias, mask, **how))), None
@@ -156,14 +151,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: RunningSum | DistanceTable, mask: Tensor, **how: Any
 ) -> Tensor:
     """Attention of the last queries, ``[B, H, Q, D]``, without the keys at padding."""
-    padding = None
-    if mask.shape[1] > 1 and type(q) is Tensor and not q.is_cuda:
-        padding = (mask == 0).byte()
-    elif mask.shape[1] > 1 and isinstance(bias, RunningSum):
-        bias = RunningSum(bias.values + mask.unsqueeze(1))
-    elif mask.shape[1] > 1:
-        q, k = _hide(q, k, mask)
-    return attend_last(q, k, v, bias, padding=padding, **how)
+    padding = mask if mask.shape[1] > 1 else None
+    return attend_last(q, k, v, bias, padding=padding, **how)[0]
 
 
 def _self(
@@ -201,16 +190,6 @@ def _bucket_numbers(layer: Any, queries: int, keys: int, device: torch.device) -
     return -bias[None] if queries == 1 else bias
 
 
-def _hide(q: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower the scores of keys at padding by further channels.
-
-    There are sixteen, 256 for queries, -256 or 0 for keys, exact in every dtype: GPUs read rows
-    whose width is a multiple of 16 faster.
-    """
-    low = (mask * (-256.0 / HIDDEN)).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 16)
-    return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1)
-
-
 def _cross(layer: Any, x: Tensor, states: Tensor, padding: Tensor, cache: Any) -> Tensor:
     """Attention to the encoder's states, which has no bias."""
     q, at = _heads(layer.q(x), layer.n_heads), layer.layer_idx
@@ -224,8 +203,14 @@ def _cross(layer: Any, x: Tensor, states: Tensor, padding: Tensor, cache: Any) -
             k, v = getattr(cache, "cross_attention_cache", cache).update(k, v, at)
         if updated is not None:
             updated[at] = True
-    seen = padding[:, None, None] == 0 if padding.shape[1] > 1 else None
-    result = scaled_dot_product_attention(q, k, v, seen, scale=layer.scaling)
+    is_padded = padding.shape[1] > 1
+    if is_padded and k.is_cuda:
+        # With a mask torch's would make a matrix of it.
+        how = {"scale": layer.scaling, "causal": False, "prune": False}
+        result = attend_last(q, k, v, None, padding=padding, **how)[0]
+    else:
+        seen = padding[:, None, None] != 0 if is_padded else None
+        result = scaled_dot_product_attention(q, k, v, seen, scale=layer.scaling)
     out: Tensor = layer.o(_merge(result))
     return out
 
@@ -367,14 +352,13 @@ def _padding_instead(name: str, function: Any) -> Match | None:
         states = inputs_embeds if encoder_hidden_states is None else encoder_hidden_states
         keys = states.shape[1]
         keys += 0 if past_key_values is None else past_key_values.get_seq_length()
-        wide = torch.promote_types(inputs_embeds.dtype, torch.float32)
-        row = inputs_embeds.new_zeros((1, 1), dtype=wide)
+        row = inputs_embeds.new_ones((1, 1), dtype=torch.uint8)
         if attention_mask is not None and not (can_read(attention_mask) and attention_mask.all()):
             if attention_mask.shape[1] != keys:
                 rule = f"attention_mask must have {keys} columns, one for each key"
                 hint = "Pass a mask of all tokens, those in the cache included."
                 checks.fail("the patched model", rule, attention_mask.shape[1], hint)
-            row = (attention_mask.to(inputs_embeds.device) == 0).to(wide) * HIDDEN
+            row = (attention_mask.to(inputs_embeds.device) != 0).byte()
         return row
 
     return Match("padding", "", padding)
