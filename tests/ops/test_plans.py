@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections import OrderedDict
 from contextlib import contextmanager
@@ -135,6 +137,15 @@ def shown(value):
     return value
 
 
+def steps_in(value):
+    """The strides among arguments and their parts."""
+    for part in value:
+        if isinstance(part, Step):
+            yield part
+        elif isinstance(part, tuple) and not isinstance(part, Constant):
+            yield from steps_in(part)
+
+
 def has_start(value):
     return value is START or (isinstance(value, tuple) and any(has_start(part) for part in value))
 
@@ -205,7 +216,7 @@ def test_strides_are_aligned_all_together_or_not_at_all():
     q = torch.zeros(1, 4, 48, 40, dtype=torch.bfloat16)
     cos = torch.zeros(64, 16)
     plan = plan_for(rotate_qk_op, q, q, cos, cos, None, 0, 0)
-    steps = [x for x in plan.steps[-1].arguments if isinstance(x, Step)]
+    steps = list(steps_in(plan.steps[-1].arguments))
     assert {x.is_multiple for x in steps if x.value in (1920, 40)} == {False}
 
 
@@ -423,3 +434,17 @@ def test_what_is_written_to_a_copy_is_written_back():
     wanted = reference.rotate(x.resolve_neg(), cos, sin, TableRows(), Spec())
     planned(rotate_in_place_op, x, cos, sin, None, 0, Spec().bits())
     torch.testing.assert_close(x.resolve_neg(), wanted)
+
+
+def test_kernels_have_few_parameters():
+    """What belongs together is an aggregate; two numbers in the wrong order are no error."""
+    import posenc.ops
+
+    found = {}
+    for module in pkgutil.walk_packages(posenc.ops.__path__, "posenc.ops."):
+        if ".triton." in module.name:
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if hasattr(value, "arg_names"):
+                    found[module.name, name] = len(value.arg_names)
+    assert len(found) > 100
+    assert max(found.values()) <= 24, {name: n for name, n in found.items() if n > 24}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from posenc.ops.attention.biases.kind import axes_of
 from posenc.ops.attention.call import Call
 from posenc.ops.attention.triton.walks import (
     NOTHING,
@@ -49,7 +50,8 @@ def plan_backward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     prepared, above = kernels.prepare(walks), above_of(walks, args)
     gradient = Gradient(prepared.bias)
     if call.to_bias:
-        to = dict(zip(call.bias._fields, to_bias, strict=False))
+        kind: Any = type(call.bias)
+        to = dict(zip(axes_of(kind), to_bias, strict=True))
         gradient = kernels.gradient_of(walks, prepared, above, to)
     ranges = whole(plan, args.ranges) if walks.prunes else NOTHING
     launch_backward(walks, prepared.tiles, above, (dq, dk, dv), gradient, ranges)

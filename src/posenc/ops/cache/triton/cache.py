@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.ops.plan import START, Operand, Plan, Target, strides
-from posenc.ops.rotation.spec import FORMATS
-from posenc.ops.rotation.triton.norm import load_channels, norm_factors, sum_products
+from posenc.ops.plan import Constant, Operand, Plan, Target, strides
+from posenc.ops.rotation.spec import FORMATS, is_of_all_heads
+from posenc.ops.rotation.triton.norm import (
+    Norm,
+    load_channels,
+    norm_factors,
+    norm_of,
+    norm_scale,
+)
 from posenc.ops.rotation.triton.pairs import (
+    channels_of,
+    heads_of,
     index,
     load_tables,
+    others_of,
     rotated,
-    shared_constants,
+    rows_at,
     store_pairs,
-    table_numbers,
+    table_of,
     turn_in,
 )
 from posenc.ops.rotation.triton.rotate import overlaps_the_launch
 
-# Norms: 0 for none, 1 of each head, 2 over all heads. Scales: 0 for none, 1 given, 2 worked out.
-# Formats: see `FORMATS` in spec.py.
+
+class Pages(NamedTuple):
+    """A cache ``(pages, H, page, D)``, and its scales, by their strides; None if it has none.
+
+    Scales are `is_given`, for each sequence, head and token, or worked out and stored as the rows.
+    """
+
+    at: Any
+    page: Any
+    head: Any
+    place: Any
+    size: Any
+    format: Any  # see `FORMATS` in spec.py
+    scale: Any
+    scale_first: Any
+    scale_head: Any
+    scale_last: Any
+    is_given: Any
+
+
+class Slots(NamedTuple):
+    """The place of each token, ``(B, T)``, of so many `places` of a cache."""
+
+    at: Any
+    b: Any
+    t: Any
+    places: Any
 
 
 def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
@@ -40,39 +74,34 @@ def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
         w if w is None or w.is_contiguous() else plan.contiguous(w)
         for w in (call.q_weight, call.k_weight)
     ]
-    k_cache, k_scale, (k_format, k_origin) = _target(call.k_cache, call.k_scale, call.k_scales)
-    v_cache, v_scale, (v_format, v_origin) = _target(call.v_cache, call.v_scale, call.v_scales)
-    others = rows.positions, *weights, k_scale, v_scale
-    (batch, heads, length, width), values = q.shape, v.shape[3]
-    norms = [0 if w is None else 1 if w.shape[0] == width else 2 for w in weights]
-    numbers = (
-        *strides(q, k, v, y),
-        *strides(k_cache), k_cache.shape[2], *strides(v_cache), v_cache.shape[2],
-        *_steps(k_scale), *_steps(v_scale),
-        *call.slots.stride(), k_cache.shape[0] * k_cache.shape[2], *table_numbers(cos, rows),
-        length,
-    )  # fmt: skip
+    batch, _, length, _ = q.shape
+    norms = [_norm_of(x, w, call) for x, w in zip((q, k), weights, strict=True)]
     channels, warps = tile(batch * length)
-    sizes = (q, norms[0]), (k, norms[1]), (v, 0)
-    blocks = [_heads(x, kind, channels) for x, kind in sizes]
+    sizes = (q, weights[0]), (k, weights[1]), (v, None)
+    blocks = [_heads(x, w, channels) for x, w in sizes]
     early = overlaps_the_launch(q, target)
     constants = {
-        # As arguments these would be float32.
-        "EPS": call.eps, "SHIFT": call.shift, "ONE_SEQUENCE": batch == 1,
-        "Q_HEADS": heads, "K_HEADS": k.shape[1], "V_HEADS": v.shape[1],
-        "WIDTH": width, "V_WIDTH": values,
-        **shared_constants(q, cos, rows, spec),
-        "Q_NORM": norms[0], "K_NORM": norms[1],
-        "K_FORMAT": k_format, "V_FORMAT": v_format, "K_SCALING": k_origin, "V_SCALING": v_origin,
+        "ONE_SEQUENCE": batch == 1,
+        "V_WIDTH": v.shape[3],
         # Instructions for float8 round float32, not float64.
         "NATIVE": q.element_size() == 2 and target.has(9),
-        "INDEX": index(q, k, v, y, cos), "EARLY": early,
-        "BLOCK_V": triton.next_power_of_2(values),
-        "Q_BLOCK": blocks[0], "K_BLOCK": blocks[1], "V_BLOCK": blocks[2],
-    }  # fmt: skip
-    # The kernel reads nothing of the tensor that stands for an absent one.
-    read = [q if x is None else x for x in others]
-    arguments = q, k, v, y, k_cache, v_cache, call.slots, cos, sin, *read, START, *numbers
+        "INDEX": index(q, k, v, y, cos),
+        "EARLY": early,
+        "BLOCK_V": triton.next_power_of_2(v.shape[3]),
+        "Q_BLOCK": blocks[0],
+        "K_BLOCK": blocks[1],
+        "V_BLOCK": blocks[2],
+    }
+    caches = (
+        _pages_of(call.k_cache, call.k_scale, call.k_scales),
+        _pages_of(call.v_cache, call.v_scale, call.v_scales),
+    )
+    places = call.k_cache.shape[0] * call.k_cache.shape[2]
+    slots = Slots(call.slots, call.slots.stride(0), call.slots.stride(1), places)
+    arguments = (
+        heads_of(q), norms[0], heads_of(y), heads_of(k), norms[1], heads_of(v), *caches, slots,
+        table_of(cos, sin, rows, spec.transposed), channels_of(q, cos, spec), length,
+    )  # fmt: skip
     count = sum(triton.cdiv(x.shape[1], n) for x, n in zip((q, k, v), blocks, strict=True))
     options = {"launch_pdl": True} if early else {}
     plan.launch(
@@ -80,18 +109,31 @@ def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
     )
 
 
-def _target(
-    cache: Operand, scale: Operand | None, scales: Operand | None
-) -> tuple[Operand, Operand | None, tuple[int, int]]:
-    """The cache, its scale or scales, its format, and where the scale comes from."""
-    code = FORMATS.get(cache.dtype, 0)
-    origin = 1 if scale is not None else 2 if scales is not None else 0
-    view = cache.view(torch.uint8) if code else cache
-    return view, scales if origin == 2 else scale, (code, origin)
+def _pages_of(cache: Operand, scale: Operand | None, scales: Operand | None) -> Pages:
+    """A cache as kernels read it, and its scale or scales."""
+    code, found = FORMATS.get(cache.dtype, 0), scales if scale is None else scale
+    page, head, place = strides(cache)
+    first, of_head, last = (0, 0, 0) if found is None else found.stride()
+    return Pages(
+        at=cache.view(torch.uint8) if code else cache,
+        page=page,
+        head=head,
+        place=place,
+        size=cache.shape[2],
+        format=Constant(code),
+        scale=Constant(None) if found is None else found,
+        scale_first=first,
+        scale_head=of_head,
+        scale_last=last,
+        is_given=Constant(scale is not None),
+    )
 
 
-def _steps(scale: Operand | None) -> Any:
-    return (0, 0, 0) if scale is None else scale.stride()
+def _norm_of(x: Operand, weight: Operand | None, call: Any) -> Norm:
+    """The norm of queries or keys; without a weight there is none."""
+    if weight is not None:
+        return norm_of(x, weight, call)
+    return Norm(Constant(None), *map(Constant, (x.shape[3], False, 0.0, 0.0)))
 
 
 def tile(tokens: int) -> tuple[int, int]:
@@ -102,43 +144,28 @@ def tile(tokens: int) -> tuple[int, int]:
     return 1024, 1
 
 
-def _heads(x: Operand, norm: int, channels: int) -> int:
+def _heads(x: Operand, weight: Operand | None, channels: int) -> int:
     """Heads of one program: all for a norm over all heads, else as many as ``channels`` hold."""
     all_heads = int(triton.next_power_of_2(max(x.shape[1], 1)))
-    if norm == 2:
+    if weight is not None and is_of_all_heads(weight, x):
         return all_heads
     return min(all_heads, max(1, channels // int(triton.next_power_of_2(x.shape[3]))))
 
 
 @triton.jit
-def rotated_block(
-    x, weight, block, table, b, t, pair, other,
-    EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, COLUMN: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotation of a block of heads; ``x`` is a pointer and its strides."""
-    source, x_b, x_h, x_t = x
+def rotated_block(x, norm, table, channels, block, b, t, pair, other, BLOCK_H: tl.constexpr):
+    """Norm and rotation of a block of heads."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
-    present = (h < HEADS)[None, :, None]
-    keep = present & (other < WIDTH)
-    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+    present = (h < x.heads)[None, :, None]
+    keep = present & (other < norm.width)
     p, q, rest = load_channels(
-        source + x_at, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE
+        rows_at(x, b, t, h), present, pair, other, keep, channels, channels.is_interleaved
     )
-    c, s, inside = load_tables(
-        table, b, t, t >= 0, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-        True,
-    )  # fmt: skip
-    if NORM > 0:
-        count: tl.constexpr = WIDTH * HEADS if NORM == 2 else WIDTH
-        wp, wq, wr = norm_factors(
-            weight, h, pair, other, SHIFT,
-            WIDTH, PAIRS, FIRST, REST, IN, NORM == 2, WIDE, HEADS,
-        )  # fmt: skip
-        scale = sum_products(p, q, rest, p, q, rest, REST, NORM == 2) / count + EPS
-        scale = tl.rsqrt(scale).to(WIDE)
+    narrow = pair < channels.pairs
+    c, s, inside = load_tables(table, b, t, t >= 0, pair, narrow, channels.wide, True)
+    if norm.weight is not None:
+        wp, wq, wr = norm_factors(norm, x, h, pair, other, channels, channels.is_interleaved)
+        scale = norm_scale(p, q, rest, norm, x, channels)
         p, q, rest = p * scale * wp, q * scale * wq, rest * scale * wr
     p, q = rotated(p, q, c, s)
     return p, q, rest, h, present, keep, inside
@@ -151,128 +178,95 @@ def largest_magnitude(x):
 
 
 @triton.jit
-def row_factor(
-    largest, scale, b, t, h, page, place, is_stored,
-    HEADS: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def row_factor(x, largest, to, b, t, h, page, place, is_stored, WIDE: tl.constexpr):
     """One over the scale of each row, ``[1, H, 1]``, which is loaded, or worked out and stored."""
-    pointer, by_first, by_head, by_last = scale
-    present = (h < HEADS)[None, :, None]
-    if SCALING == 1:
-        where = pointer + (b * by_first + h[None, :] * by_head + t[:, None] * by_last)[:, :, None]
-        divisor = tl.load(where, mask=present, other=1.0)
+    present = (h < x.heads)[None, :, None]
+    if to.is_given:
+        where = b * to.scale_first + h[None, :] * to.scale_head + t[:, None] * to.scale_last
+        divisor = tl.load(to.scale + where[:, :, None], mask=present, other=1.0)
     else:
-        limit: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0 if FORMAT == 2 else 127.0
+        limit: tl.constexpr = 448.0 if to.format == 1 else 57344.0 if to.format == 2 else 127.0
         if tl.float32 == WIDE:
             divisor = tl.div_rn(largest, tl.full(largest.shape, limit, tl.float32))
         else:
             divisor = (largest / limit).to(tl.float32)
         divisor = tl.where(divisor == 0.0, 1.0, divisor)
-        where = (
-            pointer
-            + (page[:, None] * by_first + h[None, :] * by_head + place[:, None] * by_last)[
-                :, :, None
-            ]
-        )
-        tl.store(where, divisor, mask=present & is_stored[:, None, None])
+        where = page[:, None] * to.scale_first + h[None, :] * to.scale_head
+        where += place[:, None] * to.scale_last
+        mask = present & is_stored[:, None, None]
+        tl.store(to.scale + where[:, :, None], divisor, mask=mask)
     return 1.0 / divisor.to(WIDE)
 
 
 @triton.jit
-def place_of(slots, b, t, slots_b, slots_t, count, size):
+def place_of(slots, b, t, size):
     """Page and row of a token, whether it is stored, and whether its slot is in range."""
-    slot = tl.load(slots + b * slots_b + t * slots_t).to(tl.int64)
-    inside = (slot >= -1) & (slot < count)
-    is_stored, slot = (slot >= 0) & inside, slot.to(count.dtype)
+    slot = tl.load(slots.at + b * slots.b + t * slots.t).to(tl.int64)
+    inside = (slot >= -1) & (slot < slots.places)
+    is_stored, slot = (slot >= 0) & inside, slot.to(slots.places.dtype)
     return (slot // size).to(tl.int64), (slot % size).to(tl.int64), is_stored, inside
 
 
 @triton.jit
+def rows_in(to, page, place, h):
+    """The rows ``[1, H, 1]`` of a cache."""
+    rows = page[:, None] * to.page + h[None, :] * to.head + place[:, None] * to.place
+    return to.at + rows[:, :, None]
+
+
+@triton.jit
 def store_keys(
-    p, q, rest, h, present, keep, pair, other, to, scale, b, t, page, place, is_stored,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    OUT: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, WIDE: tl.constexpr,
+    p, q, rest, x, h, present, keep, pair, other, to, channels, b, t, page, place, is_stored,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store rotated rows in a cache; ``to`` is a pointer and its strides."""
-    target, by_page, by_head, by_place = to
-    if SCALING > 0:
+    """Store rotated rows in a cache."""
+    if to.scale is not None:
         largest = tl.maximum(largest_magnitude(p), largest_magnitude(q))
-        if REST > 0:
+        if channels.rest > 0:
             largest = tl.maximum(largest, largest_magnitude(rest))
-        factor = row_factor(
-            largest, scale, b, t, h, page, place, is_stored, HEADS, FORMAT, SCALING, WIDE
-        )
+        factor = row_factor(x, largest, to, b, t, h, page, place, is_stored, channels.wide)
         p, q, rest = p * factor, q * factor, rest * factor
-    if FORMAT > 0:
-        if OUT:
+    if to.format > 0:
+        if channels.is_interleaved_out:
             # One instruction rounds both numbers of a pair.
-            p, q = tl.split(encode(tl.join(p, q), FORMAT, NATIVE))
+            p, q = tl.split(encode(tl.join(p, q), to.format, NATIVE))
         else:
-            p, q = encode(p, FORMAT, NATIVE), encode(q, FORMAT, NATIVE)
-        rest = encode(rest, FORMAT, NATIVE)
+            p, q = encode(p, to.format, NATIVE), encode(q, to.format, NATIVE)
+        rest = encode(rest, to.format, NATIVE)
     is_stored = is_stored[:, None, None]
-    where = (page[:, None] * by_page + h[None, :] * by_head + place[:, None] * by_place)[:, :, None]
-    store_pairs(target + where, present & is_stored, pair, p, q, FIRST, PAIRS, OUT)
-    if REST > 0:
-        tl.store(target + where + other, rest.to(target.dtype.element_ty), mask=keep & is_stored)
+    rows = rows_in(to, page, place, h)
+    store_pairs(rows, present & is_stored, pair, p, q, channels, channels.is_interleaved_out)
+    if channels.rest > 0:
+        tl.store(rows + other, rest.to(to.at.dtype.element_ty), mask=keep & is_stored)
 
 
 @triton.jit
 def store_values(
-    x, block, to, scale, b, t, page, place, is_stored,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr,
-    WIDE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
+    x, block, to, b, t, page, place, is_stored,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store a block of heads of ``x``, a pointer and its strides, in a cache."""
-    source, x_b, x_h, x_t = x
-    target, by_page, by_head, by_place = to
+    """Store a block of heads in a cache."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     channel = tl.arange(0, BLOCK_V)[None, None, :]
-    mask = (h < HEADS)[None, :, None] & (channel < WIDTH)
-    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    value = tl.load(source + x_at + channel, mask=mask, other=0.0)
-    if FORMAT > 0:
+    mask = (h < x.heads)[None, :, None] & (channel < WIDTH)
+    value = tl.load(rows_at(x, b, t, h) + channel, mask=mask, other=0.0)
+    if to.format > 0:
         value = value.to(WIDE)
-        if SCALING > 0:
-            factor = row_factor(
-                largest_magnitude(value),
-                scale,
-                b,
-                t,
-                h,
-                page,
-                place,
-                is_stored,
-                HEADS,
-                FORMAT,
-                SCALING,
-                WIDE,
-            )
-            value = value * factor
-        value = encode(value, FORMAT, NATIVE)
-    where = (page[:, None] * by_page + h[None, :] * by_head + place[:, None] * by_place)[:, :, None]
-    tl.store(target + where + channel, value, mask=mask & is_stored[:, None, None])
+        if to.scale is not None:
+            largest = largest_magnitude(value)
+            value *= row_factor(x, largest, to, b, t, h, page, place, is_stored, WIDE)
+        value = encode(value, to.format, NATIVE)
+    rows = rows_in(to, page, place, h)
+    tl.store(rows + channel, value, mask=mask & is_stored[:, None, None])
 
 
 @triton.jit
 def write_cache(
-    q, k, v, y, k_cache, v_cache, slots, cos, sin, positions, q_weight, k_weight, k_scale, v_scale,
-    start, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t,
-    kc_p, kc_h, kc_t, k_page, vc_p, vc_h, vc_t, v_page, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t,
-    slots_b, slots_t, count,
-    rows, table_b, table_t, positions_b, positions_t, length,
-    EPS: tl.constexpr, SHIFT: tl.constexpr, ONE_SEQUENCE: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALING: tl.constexpr,
-    V_SCALING: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_V: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    q, q_norm, y, k, k_norm, v, k_cache, v_cache, slots, table, channels, length,
+    ONE_SEQUENCE: tl.constexpr, V_WIDTH: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_V: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token, and one block of its heads: of queries, of keys, or of values."""
     if EARLY:
@@ -285,43 +279,36 @@ def write_cache(
     else:
         b, t = token // length, token % length + tl.arange(0, 1)
     block = tl.program_id(1)
-    q_blocks: tl.constexpr = (Q_HEADS + Q_BLOCK - 1) // Q_BLOCK
-    k_blocks: tl.constexpr = (K_HEADS + K_BLOCK - 1) // K_BLOCK
-    pair = tl.arange(0, BLOCK_P)[None, None, :]
-    other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
+    q_blocks: tl.constexpr = (q.heads + Q_BLOCK - 1) // Q_BLOCK
+    k_blocks: tl.constexpr = (k.heads + K_BLOCK - 1) // K_BLOCK
+    pair = tl.arange(0, channels.block)[None, None, :]
     # Past the channels that are not rotated, as `keep` expects.
-    other = tl.where(tl.arange(0, BLOCK_REST)[None, None, :] < REST, other, WIDTH)
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
+    is_other = tl.arange(0, channels.block_rest)[None, None, :] < channels.rest
+    other = tl.where(is_other, others_of(channels), q_norm.width)
     if block < q_blocks:
         p, r, rest, h, present, keep, inside = rotated_block(
-            (q, q_b, q_h, q_t), q_weight, block, table, b, t, pair, other,
-            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES, IN,
-            TRANSPOSED, WIDE, Q_NORM, Q_BLOCK,
-        )  # fmt: skip
-        y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        store_pairs(y + y_at, present, pair, p, r, FIRST, PAIRS, OUT)
-        if REST > 0:
-            tl.store(y + y_at + other, rest.to(y.dtype.element_ty), mask=keep)
+            q, q_norm, table, channels, block, b, t, pair, other, Q_BLOCK
+        )
+        rows = rows_at(y, b, t, h)
+        store_pairs(rows, present, pair, p, r, channels, channels.is_interleaved_out)
+        if channels.rest > 0:
+            tl.store(rows + other, rest.to(y.at.dtype.element_ty), mask=keep)
         tl.device_assert(inside, "position outside the table")
     elif block < q_blocks + k_blocks:
-        page, place, is_stored, fits = place_of(slots, b, t, slots_b, slots_t, count, k_page)
+        page, place, is_stored, fits = place_of(slots, b, t, k_cache.size)
         p, r, rest, h, present, keep, inside = rotated_block(
-            (k, k_b, k_h, k_t), k_weight, block - q_blocks, table, b, t, pair, other,
-            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES, IN,
-            TRANSPOSED, WIDE, K_NORM, K_BLOCK,
-        )  # fmt: skip
+            k, k_norm, table, channels, block - q_blocks, b, t, pair, other, K_BLOCK
+        )
         store_keys(
-            p, r, rest, h, present, keep, pair, other, (k_cache, kc_p, kc_h, kc_t),
-            (k_scale, ks_b, ks_h, ks_t), b, t, page, place, is_stored & inside,
-            K_HEADS, PAIRS, FIRST, REST, OUT, K_FORMAT, K_SCALING, WIDE, NATIVE,
+            p, r, rest, k, h, present, keep, pair, other, k_cache, channels, b, t, page, place,
+            is_stored & inside, NATIVE,
         )  # fmt: skip
         tl.device_assert(inside & fits, "position outside the table, or slot outside the cache")
     else:
-        page, place, is_stored, fits = place_of(slots, b, t, slots_b, slots_t, count, v_page)
+        page, place, is_stored, fits = place_of(slots, b, t, v_cache.size)
         store_values(
-            (v, v_b, v_h, v_t), block - q_blocks - k_blocks, (v_cache, vc_p, vc_h, vc_t),
-            (v_scale, vs_b, vs_h, vs_t), b, t, page, place, is_stored,
-            V_HEADS, V_WIDTH, V_FORMAT, V_SCALING, WIDE, NATIVE, V_BLOCK, BLOCK_V,
+            v, block - q_blocks - k_blocks, v_cache, b, t, page, place, is_stored,
+            V_WIDTH, channels.wide, NATIVE, V_BLOCK, BLOCK_V,
         )  # fmt: skip
         tl.device_assert(fits, "slot outside the cache")
 

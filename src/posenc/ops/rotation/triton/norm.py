@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.plan import START, Operand, Plan, Target, strides
+from posenc.ops.plan import Constant, Operand, Plan, Target
 from posenc.ops.rotation.spec import Turn, heads_first, is_of_all_heads
 from posenc.ops.rotation.triton.pairs import (
+    channels_of,
+    heads_of,
     load_pairs,
     load_tables,
     negative,
+    others_of,
     rotated,
-    shared_constants,
+    rows_at,
     store_pairs,
-    table_numbers,
+    table_of,
     turn_in,
 )
 from posenc.ops.rotation.triton.rotate import SHORT
@@ -58,31 +61,19 @@ def _launch(
     plan: Plan, items: list[tuple[Operand, Operand, Operand]], turn: Turn, call: Any
 ) -> None:
     """Launch the kernel on one tensor, or on queries and keys."""
-    (q, q_weight, q_out), (k, k_weight, k_out) = items[0], items[-1]
+    (q, _, q_out), (k, _, k_out) = items[0], items[-1]
     cos, sin, rows, spec = turn
-    batch, _, length, width = q.shape
+    batch, _, length, _ = q.shape
     blocks = [_heads(x, weight) for x, weight, _ in items]
+    norms = [norm_of(x, weight, call) for x, weight, _ in items]
     # Of one tensor, the last is the first.
-    positions = q if rows.positions is None else rows.positions
     arguments = (
-        q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, START,
-        *strides(q, k, q_out, k_out), *table_numbers(cos, rows), batch, length,
+        heads_of(q), heads_of(q_out), norms[0], heads_of(k), heads_of(k_out), norms[-1],
+        table_of(cos, sin, rows, spec.transposed), channels_of(q, cos, spec), batch, length,
     )  # fmt: skip
-    constants = {
-        # As arguments these would be float32.
-        "EPS": call.eps,
-        "SHIFT": call.shift,
-        "Q_HEADS": q.shape[1],
-        "K_HEADS": k.shape[1],
-        "WIDTH": width,
-        **shared_constants(q, cos, rows, spec),
-        "Q_ALL": is_of_all_heads(q_weight, q),
-        "K_ALL": is_of_all_heads(k_weight, k),
-        "Q_BLOCK": blocks[0],
-        "K_BLOCK": blocks[-1],
-    }
+    constants = {"Q_BLOCK": blocks[0], "K_BLOCK": blocks[-1]}
     # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
-    warps = min(max(blocks[0] * width // 1024, 2), 8)
+    warps = min(max(blocks[0] * q.shape[3] // 1024, 2), 8)
     plan.launch(_forward, (batch * length, len(items)), arguments, constants, num_warps=warps)
 
 
@@ -106,21 +97,11 @@ def plan_norm_backward(call: Any, plan: Plan, target: Target) -> None:
     share_type = torch.promote_types(weight.dtype, torch.float32)
     count = weight.shape[0]
     shares = plan.empty((stride * blocks, count), share_type)
-    positions = g if rows.positions is None else rows.positions
     arguments = (
-        g, x, dx, shares, weight, cos, sin, positions, START,
-        *strides(g, x, dx), stride, *table_numbers(cos, rows), batch, length,
+        heads_of(g), heads_of(x), heads_of(dx), shares, norm_of(x, weight, call),
+        table_of(cos, sin, rows, spec.transposed), channels_of(x, cos, spec), stride, batch, length,
     )  # fmt: skip
-    constants = {
-        # As arguments these would be float32.
-        "EPS": call.eps,
-        "SHIFT": call.shift,
-        "HEADS": heads,
-        "WIDTH": width,
-        **shared_constants(x, cos, rows, spec),
-        "ALL_HEADS": is_of_all_heads(weight, x),
-        "BLOCK_H": block,
-    }
+    constants = {"BLOCK_H": block}
     warps = 8 if block * width >= 4096 else 4
     plan.launch(_backward, (stride * blocks,), arguments, constants, num_warps=warps)
     plan_sum(plan, shares, to_weight)
@@ -159,37 +140,44 @@ def _heads(x: Operand, weight: Operand) -> int:
     return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
 
 
+class Norm(NamedTuple):
+    """RMSNorm: its weight, and what it is a norm of; what is added to the weight, and to a mean."""
+
+    weight: Any
+    width: Any
+    is_of_all_heads: Any
+    shift: Any
+    eps: Any
+
+
+def norm_of(x: Operand, weight: Operand, call: Any) -> Norm:
+    """The norm of a call as kernels read it; as arguments its numbers would be float32."""
+    of = x.shape[3], is_of_all_heads(weight, x), call.shift, call.eps
+    return Norm(weight, *map(Constant, of))
+
+
 @triton.jit
-def load_channels(
-    row, present, pair, other, keep,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    IN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def load_channels(row, present, pair, other, keep, channels, INTERLEAVED: tl.constexpr):
     """Load both channels of a token's pairs, and the channels that are not rotated."""
-    a, b = load_pairs(row, present, pair, FIRST, PAIRS, IN, WIDE)
+    a, b = load_pairs(row, present, pair, channels, INTERLEAVED)
     rest = a * 0
-    if REST > 0:
-        rest = tl.load(row + other, mask=keep, other=0.0).to(WIDE)
+    if channels.rest > 0:
+        rest = tl.load(row + other, mask=keep, other=0.0).to(channels.wide)
     return a, b, rest
 
 
 @triton.jit
-def norm_factors(
-    weight, h, pair, other,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    REST: tl.constexpr, IN: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-):  # fmt: skip
-    """The norm's factor of each channel, ``[1, H, P]``: the heads share it if not ``ALL_HEADS``.
+def norm_factors(norm, x, h, pair, other, channels, INTERLEAVED: tl.constexpr):
+    """The norm's factor of each channel, ``[1, H, P]``, which the heads share if it is of each.
 
     It is loaded for each head, so that each thread has the factors of its own channels.
     """
     h = h[None, :, None]
-    row, present = weight + h * (WIDTH if ALL_HEADS else 0), h < HEADS
-    keep = present & (other < WIDTH)
-    wp, wq, wr = load_channels(row, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE)
-    if SHIFT != 0.0:
-        wp, wq, wr = wp + SHIFT, wq + SHIFT, wr + SHIFT
+    row, present = norm.weight + h * (norm.width if norm.is_of_all_heads else 0), h < x.heads
+    keep = present & (other < norm.width)
+    wp, wq, wr = load_channels(row, present, pair, other, keep, channels, INTERLEAVED)
+    if norm.shift != 0.0:
+        wp, wq, wr = wp + norm.shift, wq + norm.shift, wr + norm.shift
     return wp, wq, wr
 
 
@@ -205,146 +193,107 @@ def sum_products(p, q, rest, a, b, other, REST: tl.constexpr, ALL_HEADS: tl.cons
 
 
 @triton.jit
-def _normalise(
-    x, y, weight, table, b, t, length,
-    EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """One token of one tensor; ``x`` and ``y`` are pointers and their strides."""
-    source, x_b, x_h, x_t = x
-    target, y_b, y_h, y_t = y
-    pair = tl.arange(0, BLOCK_P)[None, None, :]
-    other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
-    count: tl.constexpr = WIDTH * HEADS if ALL_HEADS else WIDTH
-    c, s, _ = load_tables(
-        table, b, t, t < length, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED,
-        WIDE,
-    )  # fmt: skip
+def norm_scale(p, q, rest, norm, x, channels):
+    """One over the root of the mean square, ``[1, H or 1, 1]``."""
+    count: tl.constexpr = norm.width * x.heads if norm.is_of_all_heads else norm.width
+    total = sum_products(p, q, rest, p, q, rest, channels.rest, norm.is_of_all_heads)
+    return tl.rsqrt(total / count + norm.eps).to(channels.wide)
+
+
+@triton.jit
+def _normalise(x, y, norm, table, channels, b, t, length, BLOCK_H: tl.constexpr):
+    """One token of one tensor."""
+    pair = tl.arange(0, channels.block)[None, None, :]
+    other = others_of(channels)
+    narrow = pair < channels.pairs
+    c, s, _ = load_tables(table, b, t, t < length, pair, narrow, channels.wide)
     # A norm over all heads needs them in one block. Otherwise blocks share the token's tables.
     wp, wq, wr = norm_factors(
-        weight, tl.arange(0, BLOCK_H), pair, other, SHIFT,
-        WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS,
-    )  # fmt: skip
-    for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
+        norm, x, tl.arange(0, BLOCK_H), pair, other, channels, channels.is_interleaved
+    )
+    for block in tl.static_range((x.heads + BLOCK_H - 1) // BLOCK_H):
         h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-        present = (h < HEADS)[None, :, None]
-        keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-        x_at = source + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        y_at = target + (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        p, q, rest = load_channels(x_at, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE)
-        scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
-            WIDE
+        present = (h < x.heads)[None, :, None]
+        keep = present & (tl.arange(0, channels.block_rest)[None, None, :] < channels.rest)
+        x_at = rows_at(x, b, t, h)
+        y_at = rows_at(y, b, t, h)
+        p, q, rest = load_channels(
+            x_at, present, pair, other, keep, channels, channels.is_interleaved
         )
+        scale = norm_scale(p, q, rest, norm, x, channels)
         p, q = rotated(p * scale * wp, q * scale * wq, c, s)
-        store_pairs(y_at, present, pair, p, q, FIRST, PAIRS, OUT)
-        if REST > 0:
-            tl.store(y_at + other, (rest * scale * wr).to(target.dtype.element_ty), mask=keep)
+        store_pairs(y_at, present, pair, p, q, channels, channels.is_interleaved_out)
+        if channels.rest > 0:
+            tl.store(y_at + other, (rest * scale * wr).to(y.at.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def _forward(
-    q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, start,
-    q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
-    rows, table_b, table_t, positions_b, positions_t, batch, length,
-    EPS: tl.constexpr, SHIFT: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    Q_ALL: tl.constexpr, K_ALL: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    q, q_out, q_norm, k, k_out, k_norm, table, channels, batch, length,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token of the queries, or of the keys; of one tensor, the keys have no programs."""
     program = tl.program_id(0)
     b = (program % batch).to(tl.int64)
     t = (program // batch).to(tl.int64) + tl.arange(0, 1)
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     if tl.program_id(1) == 0:
-        _normalise(
-            (q, q_b, q_h, q_t), (q_out, qo_b, qo_h, qo_t), q_weight, table, b, t, length,
-            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES,
-            IN, OUT, TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, Q_ALL, Q_BLOCK,
-        )  # fmt: skip
+        _normalise(q, q_out, q_norm, table, channels, b, t, length, Q_BLOCK)
     else:
-        _normalise(
-            (k, k_b, k_h, k_t), (k_out, ko_b, ko_h, ko_t), k_weight, table, b, t, length,
-            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES,
-            IN, OUT, TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, K_ALL, K_BLOCK,
-        )  # fmt: skip
+        _normalise(k, k_out, k_norm, table, channels, b, t, length, K_BLOCK)
 
 
 @triton.jit
 def _backward(
-    g, x, dx, partial, weight, cos, sin, positions, start,
-    g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares,
-    rows, table_b, table_t, positions_b, positions_t, batch, length,
-    EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    blocks = (HEADS + BLOCK_H - 1) // BLOCK_H
+    g, x, dx, partial, norm, table, channels, shares, batch, length, BLOCK_H: tl.constexpr
+):
+    blocks = (x.heads + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
     h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
-    pair = tl.arange(0, BLOCK_P)[None, None, :]
-    other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
-    present = (h < HEADS)[None, :, None]
-    keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-    count = WIDTH * HEADS if ALL_HEADS else WIDTH
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
-    to_wp = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
-    to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
-    to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
-    wp, wq, wr = norm_factors(
-        weight, h, pair, other, SHIFT, WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS
-    )
+    pair = tl.arange(0, channels.block)[None, None, :]
+    narrow = pair < channels.pairs
+    other = others_of(channels)
+    present = (h < x.heads)[None, :, None]
+    keep = present & (tl.arange(0, channels.block_rest)[None, None, :] < channels.rest)
+    count = norm.width * x.heads if norm.is_of_all_heads else norm.width
+    to_wp = tl.zeros((1, BLOCK_H, channels.block), channels.wide)
+    to_wq = tl.zeros((1, BLOCK_H, channels.block), channels.wide)
+    to_wr = tl.zeros((1, BLOCK_H, channels.block_rest), channels.wide)
+    wp, wq, wr = norm_factors(norm, x, h, pair, other, channels, channels.is_interleaved)
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):
         b = (token % batch).to(tl.int64)
         t = (token // batch).to(tl.int64) + tl.arange(0, 1)
-        c, s, _ = load_tables(
-            table, b, t, t < length, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES,
-            TRANSPOSED, WIDE,
-        )  # fmt: skip
-        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+        c, s, _ = load_tables(table, b, t, t < length, pair, narrow, channels.wide)
         p, q, rest = load_channels(
-            x + x_at, present, pair, other, keep, PAIRS, FIRST, REST, IN, WIDE
+            rows_at(x, b, t, h), present, pair, other, keep, channels, channels.is_interleaved
         )
-        g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
         gp, gq, gr = load_channels(
-            g + g_at, present, pair, other, keep, PAIRS, FIRST, REST, OUT, WIDE
+            rows_at(g, b, t, h), present, pair, other, keep, channels, channels.is_interleaved_out
         )
         gp, gq = rotated(gp, gq, c, negative(s))
-        scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
-            WIDE
-        )
+        scale = norm_scale(p, q, rest, norm, x, channels)
         p, q, rest = p * scale, q * scale, rest * scale
         to_wp, to_wq = tl.fma(gp, p, to_wp), tl.fma(gq, q, to_wq)
         gp, gq = gp * wp, gq * wq
-        if REST > 0:
+        if channels.rest > 0:
             to_wr = tl.fma(gr, rest, to_wr)
             gr = gr * wr
-        pull = negative(sum_products(gp, gq, gr, p, q, rest, REST, ALL_HEADS) / count)
-        dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
+        pull = sum_products(gp, gq, gr, p, q, rest, channels.rest, norm.is_of_all_heads)
+        pull = negative(pull / count)
+        to = rows_at(dx, b, t, h)
         gp, gq = tl.fma(p, pull, gp) * scale, tl.fma(q, pull, gq) * scale
-        store_pairs(dx + dx_at, present, pair, gp, gq, FIRST, PAIRS, IN)
-        if REST > 0:
-            back = (tl.fma(rest, pull, gr) * scale).to(dx.dtype.element_ty)
-            tl.store(dx + dx_at + other, back, mask=keep)
-    if ALL_HEADS:
-        mine = (partial + program * HEADS * WIDTH + h * WIDTH)[None, :, None]
+        store_pairs(to, present, pair, gp, gq, channels, channels.is_interleaved)
+        if channels.rest > 0:
+            back = (tl.fma(rest, pull, gr) * scale).to(dx.at.dtype.element_ty)
+            tl.store(to + other, back, mask=keep)
+    if norm.is_of_all_heads:
+        mine = (partial + program * x.heads * norm.width + h * norm.width)[None, :, None]
     else:
-        mine = partial + program * WIDTH + tl.zeros((1, 1, 1), tl.int64)
+        mine = partial + program * norm.width + tl.zeros((1, 1, 1), tl.int64)
         present = tl.full((1, 1, 1), True, tl.int1)
-        keep = tl.arange(0, BLOCK_REST)[None, None, :] < REST
+        keep = tl.arange(0, channels.block_rest)[None, None, :] < channels.rest
         to_wp, to_wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
         to_wr = tl.sum(to_wr, axis=1, keep_dims=True)
-    store_pairs(mine, present, pair, to_wp, to_wq, FIRST, PAIRS, IN)
-    if REST > 0:
+    store_pairs(mine, present, pair, to_wp, to_wq, channels, channels.is_interleaved)
+    if channels.rest > 0:
         tl.store(mine + other, to_wr.to(partial.dtype.element_ty), mask=keep)

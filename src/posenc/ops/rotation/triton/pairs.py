@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.plan import START, Operand, Plan, Step
+from posenc.ops.plan import START, Constant, Operand, Plan, Step, strides
 from posenc.ops.rotation.spec import (
     DOUBLED_TABLES,
     Spec,
@@ -78,68 +78,134 @@ def check_doubled(
     tl.device_assert(same | (mask == 0), "both numbers of a pair must be the same in cos and sin")
 
 
-def table_numbers(cos: Operand, rows: TableRows) -> tuple[int | Step, ...]:
-    """Rows of a table, its batch and row strides, and batch and token strides of the positions."""
+class Heads(NamedTuple):
+    """A tensor ``(B, H, T, D)``: its address and strides, and how many heads it has."""
+
+    at: Any
+    b: Any
+    h: Any
+    t: Any
+    heads: Any
+
+
+class Table(NamedTuple):
+    """Cosines and sines, ``[1 or B, R, P]``, and the row of each token.
+
+    Tokens follow each other from row `start` on, if `advances`, and have `positions` besides, if
+    these are not None.
+    """
+
+    cos: Any
+    sin: Any
+    rows: Any
+    b: Any
+    t: Any
+    column: Any
+    positions: Any
+    positions_b: Any
+    positions_t: Any
+    start: Any
+    advances: Any
+    is_transposed: Any
+
+
+class Channels(NamedTuple):
+    """Which channels of a head are pairs, how they lie, and the dtype of the arithmetic."""
+
+    pairs: Any
+    first: Any
+    rest: Any  # how many channels are not rotated: all after the pairs, or all before them
+    is_interleaved: Any
+    is_interleaved_out: Any
+    wide: Any
+    block: Any  # the powers of two that hold the pairs, and the rest
+    block_rest: Any
+
+
+def heads_of(x: Operand) -> Heads:
+    """A tensor as kernels read its heads."""
+    b, h, t = strides(x)
+    return Heads(x, b, h, t, Constant(x.shape[1]))
+
+
+def table_of(cos: Operand, sin: Operand, rows: TableRows, transposed: bool = False) -> Table:
+    """Tables that lie at the same places of their memory, as kernels read them."""
     whole = cos.is_aligned and all(step % 16 == 0 for step in cos.stride()[:-1])
-    by_sequence = cos.stride(0) if cos.dim() == 3 else 0
-    table = cos.shape[-2], Step(by_sequence, whole), Step(cos.stride(-2), whole)
-    if rows.positions is None:
-        return *table, 0, 0
-    return *table, *rows.positions.stride()
+    positions = rows.positions
+    return Table(
+        cos=cos,
+        sin=sin,
+        rows=cos.shape[-2],
+        b=Step(cos.stride(0) if cos.dim() == 3 else 0, whole),
+        t=Step(cos.stride(-2), whole),
+        column=Constant(max(cos.stride(-1), 1)),
+        positions=Constant(None) if positions is None else positions,
+        positions_b=0 if positions is None else positions.stride(0),
+        positions_t=0 if positions is None else positions.stride(1),
+        start=START,
+        advances=Constant(rows.is_sequential()),
+        is_transposed=Constant(transposed),
+    )
 
 
-def shared_constants(x: Operand, cos: Operand, rows: TableRows, spec: Spec) -> dict[str, Any]:
-    """The constexpr parameters that all kernels share, in their order."""
+def channels_of(x: Operand, cos: Operand, spec: Spec) -> Channels:
+    """The channels of a tensor that tables of so many pairs rotate."""
     pairs, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
-    return {
-        "PAIRS": pairs,
-        "FIRST": spec.first_channel,
-        "REST": rest,
-        "COLUMN": max(cos.stride(-1), 1),
-        "HAS_POSITIONS": rows.positions is not None,
-        "ADVANCES": rows.is_sequential(),
-        "IN": spec.interleaved,
-        "OUT": spec.interleaved_out,
-        "TRANSPOSED": spec.transposed,
-        "WIDE": tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32,
-        "BLOCK_P": triton.next_power_of_2(pairs),
-        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
-    }
+    of = (
+        pairs,
+        spec.first_channel,
+        rest,
+        spec.interleaved,
+        spec.interleaved_out,
+        tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32,
+        triton.next_power_of_2(pairs),
+        triton.next_power_of_2(max(rest, 1)),
+    )
+    return Channels(*map(Constant, of))
 
 
 @triton.jit
-def load_pairs(
-    row, present, pair, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
+def load_pairs(row, present, pair, channels, INTERLEAVED: tl.constexpr):
     """Both channels ``[T, H, P]`` of each pair of the rows ``[T, H, 1]`` that are ``present``."""
     if INTERLEAVED:
         # One wide load: both channels of a pair are in the same thread.
         both = tl.arange(0, 2 * pair.shape[2])[None, None, :]
-        x = tl.load(row + FIRST + both, mask=present & (both < 2 * PAIRS), other=0)
+        mask = present & (both < 2 * channels.pairs)
+        x = tl.load(row + channels.first + both, mask=mask, other=0)
         a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], pair.shape[2], 2)))
     else:
-        mask = present & (pair < PAIRS)
-        a = tl.load(row + FIRST + pair, mask=mask, other=0)
-        b = tl.load(row + FIRST + PAIRS + pair, mask=mask, other=0)
+        mask = present & (pair < channels.pairs)
+        a = tl.load(row + channels.first + pair, mask=mask, other=0)
+        b = tl.load(row + channels.first + channels.pairs + pair, mask=mask, other=0)
     # A conversion waits for its load, so both loads are issued first.
-    return a.to(WIDE), b.to(WIDE)
+    return a.to(channels.wide), b.to(channels.wide)
 
 
 @triton.jit
-def store_pairs(
-    row, present, pair, a, b, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+def store_pairs(row, present, pair, a, b, channels, INTERLEAVED: tl.constexpr):
     """The counterpart of :func:`load_pairs`."""
     element: tl.constexpr = row.dtype.element_ty
     if INTERLEAVED:
         both = tl.arange(0, 2 * pair.shape[2])[None, None, :]
         x = tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * pair.shape[2])).to(element)
-        tl.store(row + FIRST + both, x, mask=present & (both < 2 * PAIRS))
+        tl.store(row + channels.first + both, x, mask=present & (both < 2 * channels.pairs))
     else:
-        mask = present & (pair < PAIRS)
-        tl.store(row + FIRST + pair, a.to(element), mask=mask)
-        tl.store(row + FIRST + PAIRS + pair, b.to(element), mask=mask)
+        mask = present & (pair < channels.pairs)
+        tl.store(row + channels.first + pair, a.to(element), mask=mask)
+        tl.store(row + channels.first + channels.pairs + pair, b.to(element), mask=mask)
+
+
+@triton.jit
+def rows_at(x, b, t, h):
+    """The rows ``[T, H, 1]`` of tokens and heads."""
+    return x.at + (b * x.b + t[:, None] * x.t + h[None, :] * x.h)[:, :, None]
+
+
+@triton.jit
+def others_of(channels):
+    """The numbers of the channels that are not rotated."""
+    before = 2 * channels.pairs if channels.first == 0 else 0
+    return before + tl.arange(0, channels.block_rest)[None, None, :]
 
 
 @triton.jit
@@ -155,31 +221,27 @@ def rotated(p, q, c, s):
 
 
 @triton.jit
-def load_tables(
-    table, b, t, alive, pair, in_pairs,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
-):  # fmt: skip
+def load_tables(table, b, t, alive, pair, in_pairs, WIDE: tl.constexpr, LATE: tl.constexpr = False):
     """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``, and which have a row.
 
     A device_assert waits for the loads before it, and later loads wait for the assert. With
     ``LATE`` the caller asserts, and rows outside the table are not read.
     """
-    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start = table
-    row = tl.zeros_like(t) + start
-    if HAS_POSITIONS:
-        row += tl.load(positions + b * positions_b + t * positions_t, mask=alive, other=0)
-    if ADVANCES:
+    row = tl.zeros_like(t) + table.start
+    if table.positions is not None:
+        at = table.positions + b * table.positions_b + t * table.positions_t
+        row += tl.load(at, mask=alive, other=0)
+    if table.advances:
         row += t
-    inside = (row >= 0) & (row < rows) | (alive == 0)
+    inside = (row >= 0) & (row < table.rows) | (alive == 0)
     if LATE:
         alive &= inside
     else:
         tl.device_assert(inside, "position outside the table")
-    where = b * table_b + row[:, None, None] * table_t + pair * COLUMN
+    where = b * table.b + row[:, None, None] * table.t + pair * table.column
     mask = alive[:, None, None] & in_pairs
-    c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
-    s = tl.load(sin + where, mask=mask, other=0).to(WIDE)
-    if TRANSPOSED:
+    c = tl.load(table.cos + where, mask=mask, other=0).to(WIDE)
+    s = tl.load(table.sin + where, mask=mask, other=0).to(WIDE)
+    if table.is_transposed:
         s = negative(s)
     return c, s, inside

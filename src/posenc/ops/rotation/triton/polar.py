@@ -8,10 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.plan import START, Operand, Plan, Target, strides
+from posenc.ops.plan import START, Constant, Operand, Plan, Target
 from posenc.ops.rotation.spec import rows_of
 from posenc.ops.rotation.triton.norm import plan_sum
-from posenc.ops.rotation.triton.pairs import index, load_tables, negative, table_numbers, tables_in
+from posenc.ops.rotation.triton.pairs import (
+    heads_of,
+    index,
+    load_tables,
+    negative,
+    rows_at,
+    table_of,
+    tables_in,
+)
 
 # The most programs of the backward pass, as in norm.py.
 _SHARES = 1056
@@ -84,25 +92,20 @@ def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) ->
     batch, heads, length, width = x.shape
     cos, sin, rows = rows_of(*tables_in(plan, call, length), call.positions, START)
     phases = None if call.delta is None else _phases_in(plan, call.delta, x)
-    turned = phases is not None
-    block, warps = _tile(x, turned, backward)
-    tables = cos if phases is None else phases, cos, sin
-    places: Any = tensors[0] if rows.positions is None else rows.positions
-    numbers = *strides(*strided), *table_numbers(cos, rows), batch, length
+    block, warps = _tile(x, phases is not None, backward)
+    places = () if rows.positions is None else (rows.positions,)
     constants = {
-        "HEADS": heads,
         "WIDTH": width,
-        "HAS_POSITIONS": rows.positions is not None,
-        "ADVANCES": rows.is_sequential(),
-        "TURNED": turned,
         "WIDE": tl.float64 if x.dtype == torch.float32 else tl.float32,
-        "INDEX": index(*tensors, cos, places),
+        "INDEX": index(*tensors, cos, *places),
         "BLOCK_H": block,
         "BLOCK_D": triton.next_power_of_2(width),
     }
     programs = tensors[3].shape[0] if backward else batch * length
     grid = programs, triton.cdiv(heads, block)
-    arguments = *tensors, *tables, places, START, *numbers
+    by = Constant(None) if phases is None else phases
+    others = *tensors[len(strided) :], by, table_of(cos, sin, rows), batch, length
+    arguments = *map(heads_of, strided), *others
     plan.launch(kernel, grid, arguments, constants, num_warps=warps)
 
 
@@ -118,15 +121,12 @@ def _phases(delta, phases, delta_h, delta_d, width, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turned(
-    c, s, phases, h, channel, mask,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def _turned(c, s, phases, x, h, channel, mask, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """Cosines and sines at angles that are larger by the phases of heads ``h``."""
-    if TURNED:
+    if phases is not None:
         where = phases + h[None, :, None] * WIDTH + channel
         pc = tl.load(where, mask=mask, other=0).to(WIDE)
-        ps = tl.load(where + HEADS * WIDTH, mask=mask, other=0).to(WIDE)
+        ps = tl.load(where + x.heads * WIDTH, mask=mask, other=0).to(WIDE)
         return tl.fma(c, pc, negative(s * ps)), tl.fma(s, pc, c * ps)
     else:
         return c, s
@@ -181,11 +181,8 @@ def softplus_slope(x, decay):
 
 @triton.jit
 def _forward(
-    x, y, phases, cos, sin, positions, start,
-    x_b, x_h, x_t, y_b, y_h, y_t,
-    rows, table_b, table_t, positions_b, positions_t, batch, length,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    TURNED: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
+    x, y, phases, table, batch, length,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -194,56 +191,44 @@ def _forward(
     t = (program // batch).to(INDEX) + tl.arange(0, 1)
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(INDEX)
     channel = tl.arange(0, BLOCK_D)[None, None, :]
-    present = (h < HEADS)[None, :, None] & (channel < WIDTH)
-    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    v = tl.load(x + x_at + channel, mask=present, other=0).to(tl.float32)
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
-    c, s, _ = load_tables(
-        table, b, t, t < length, channel, channel < WIDTH, 1, HAS_POSITIONS, ADVANCES, False, WIDE
-    )
-    c, s = _turned(c, s, phases, h, channel, present, HEADS, WIDTH, TURNED, WIDE)
+    present = (h < x.heads)[None, :, None] & (channel < WIDTH)
+    v = tl.load(rows_at(x, b, t, h) + channel, mask=present, other=0).to(tl.float32)
+    c, s, _ = load_tables(table, b, t, t < length, channel, channel < WIDTH, WIDE)
+    c, s = _turned(c, s, phases, x, h, channel, present, WIDTH, WIDE)
     size = softplus(v, decay_of(v, WIDE))
-    to = y + (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None] + channel
-    element: tl.constexpr = y.dtype.element_ty
+    to = rows_at(y, b, t, h) + channel
+    element: tl.constexpr = y.at.dtype.element_ty
     tl.store(to, (size * c).to(element), mask=present)
     tl.store(to + WIDTH, (size * s).to(element), mask=present)
 
 
 @triton.jit
 def _backward(
-    g, x, dx, shares, phases, cos, sin, positions, start,
-    g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t,
-    rows, table_b, table_t, positions_b, positions_t, batch, length,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    TURNED: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
+    g, x, dx, shares, phases, table, batch, length,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(INDEX)
     channel = tl.arange(0, BLOCK_D)[None, None, :]
-    present = (h < HEADS)[None, :, None] & (channel < WIDTH)
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
+    present = (h < x.heads)[None, :, None] & (channel < WIDTH)
     total = tl.zeros((1, BLOCK_H, BLOCK_D), tl.float64)
     # A program takes every `programs`-th token, so that neighbours read neighbouring memory.
     for token in range(program, batch * length, programs):
         b = (token % batch).to(INDEX)
         t = (token // batch).to(INDEX) + tl.arange(0, 1)
-        c, s, _ = load_tables(
-            table, b, t, t < length, channel, channel < WIDTH, 1, HAS_POSITIONS, ADVANCES, False,
-            WIDE,
-        )  # fmt: skip
-        c, s = _turned(c, s, phases, h, channel, present, HEADS, WIDTH, TURNED, WIDE)
-        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        v = tl.load(x + x_at + channel, mask=present, other=0).to(tl.float32)
-        g_at = g + (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None] + channel
-        p = tl.load(g_at, mask=present, other=0).to(WIDE)
-        q = tl.load(g_at + WIDTH, mask=present, other=0).to(WIDE)
+        c, s, _ = load_tables(table, b, t, t < length, channel, channel < WIDTH, WIDE)
+        c, s = _turned(c, s, phases, x, h, channel, present, WIDTH, WIDE)
+        v = tl.load(rows_at(x, b, t, h) + channel, mask=present, other=0).to(tl.float32)
+        above = rows_at(g, b, t, h) + channel
+        p = tl.load(above, mask=present, other=0).to(WIDE)
+        q = tl.load(above + WIDTH, mask=present, other=0).to(WIDE)
         decay = decay_of(v, WIDE)
         back = softplus_slope(v, decay) * tl.fma(p, c, q * s)
-        to = dx + (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None] + channel
-        tl.store(to, back.to(dx.dtype.element_ty), mask=present)
-        if TURNED:
+        to = rows_at(dx, b, t, h) + channel
+        tl.store(to, back.to(dx.at.dtype.element_ty), mask=present)
+        if phases is not None:
             total += (softplus(v, decay) * tl.fma(q, c, negative(p * s))).to(tl.float64)
-    if TURNED:
-        mine = shares + (program * HEADS + h[None, :, None]) * WIDTH + channel
+    if phases is not None:
+        mine = shares + (program * x.heads + h[None, :, None]) * WIDTH + channel
         tl.store(mine, total, mask=present)

@@ -9,16 +9,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.ops.plan import START, Operand, Plan, Target, strides
+from posenc.ops.plan import Constant, Operand, Plan, Target
 from posenc.ops.rotation.spec import Turn, heads_first
 from posenc.ops.rotation.triton.pairs import (
+    channels_of,
+    heads_of,
     index,
     load_pairs,
     load_tables,
+    others_of,
     rotated,
-    shared_constants,
+    rows_at,
     store_pairs,
-    table_numbers,
+    table_of,
     turn_in,
 )
 
@@ -64,16 +67,18 @@ def _launch(plan: Plan, target: Target, xs: list[Operand], ys: list[Operand], tu
     heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], spec.interleaved, rounded)
     short, early = batch * length <= SHORT, overlaps_the_launch(q, target)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
-    positions: Any = q if rows.positions is None else rows.positions
+    table, channels = table_of(cos, sin, rows, spec.transposed), channels_of(q, cos, spec)
+    if q.place == q_out.place:
+        channels = channels._replace(rest=Constant(0))
+    places = () if rows.positions is None else (rows.positions,)
+    inputs, results = (heads_of(q), heads_of(k)), (heads_of(q_out), heads_of(k_out))
+    none = {"heads": Constant(0)} if len(xs) == 1 else {}
     arguments = (
-        q, k, q_out, k_out, cos, sin, positions, START,
-        *strides(q, k, q_out, k_out), *table_numbers(cos, rows), batch, length,
+        inputs[0], results[0], inputs[1]._replace(**none), results[1]._replace(**none),
+        table, channels, batch, length,
     )  # fmt: skip
     constants = {
-        "Q_HEADS": q_heads,
-        "K_HEADS": k_heads,
-        **shared_constants(q, cos, rows, spec),
-        "INDEX": index(*xs, *ys, cos, positions),
+        "INDEX": index(*xs, *ys, cos, *places),
         "BATCH_FIRST": batch > 4,
         "SPLIT": split,
         "EARLY": early,
@@ -81,8 +86,6 @@ def _launch(plan: Plan, target: Target, xs: list[Operand], ys: list[Operand], tu
         "BLOCK_H": heads,
         "BLOCK_T": tokens,
     }
-    if q.place == q_out.place:
-        constants["REST"] = 0
     grid = triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1)
     options = {"launch_pdl": True} if early else {}
     plan.launch(_rotate, grid, arguments, constants, num_warps=warps, **options)
@@ -122,93 +125,61 @@ def tile(
 
 
 @triton.jit
-def _load_block(
-    x, block, b, t, alive, pair,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, IN: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """The pairs of one block of heads; ``x`` is a pointer and its strides."""
-    source, x_b, x_h, x_t = x
+def _heads_of_block(x, block, b, BLOCK_H: tl.constexpr):
+    """The heads of a block, and which of them there are."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
-    present = alive[:, None, None] & (h < HEADS)[None, :, None]
-    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    return load_pairs(source + x_at, present, pair, FIRST, PAIRS, IN, WIDE)
+    return h, (h < x.heads)[None, :, None]
 
 
 @triton.jit
-def _store_block(
-    p, q, c, s, x, y, block, b, t, alive, pair,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _load_block(x, channels, block, b, t, alive, pair, BLOCK_H: tl.constexpr):
+    """The pairs of one block of heads."""
+    h, there = _heads_of_block(x, block, b, BLOCK_H)
+    present = alive[:, None, None] & there
+    return load_pairs(rows_at(x, b, t, h), present, pair, channels, channels.is_interleaved)
+
+
+@triton.jit
+def _store_block(p, q, c, s, x, y, channels, block, b, t, alive, pair, BLOCK_H: tl.constexpr):
     """Rotate the pairs, store them, and copy the other channels."""
-    source, x_b, x_h, x_t = x
-    target, y_b, y_h, y_t = y
-    h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
-    present = alive[:, None, None] & (h < HEADS)[None, :, None]
-    y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
+    h, there = _heads_of_block(x, block, b, BLOCK_H)
+    present = alive[:, None, None] & there
+    to = rows_at(y, b, t, h)
     p, q = rotated(p, q, c, s)
-    store_pairs(target + y_at, present, pair, p, q, FIRST, PAIRS, OUT)
-    if REST > 0:
-        # The channels that are not rotated are all after the pairs, or all before them.
-        other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
-        keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        rest = tl.load(source + x_at + other, mask=keep)
-        tl.store(target + y_at + other, rest, mask=keep)
+    store_pairs(to, present, pair, p, q, channels, channels.is_interleaved_out)
+    if channels.rest > 0:
+        other = others_of(channels)
+        inside = tl.arange(0, channels.block_rest)[None, None, :] < channels.rest
+        rest = tl.load(rows_at(x, b, t, h) + other, mask=present & inside)
+        tl.store(to + other, rest, mask=present & inside)
 
 
 @triton.jit
 def _rotate_block(
-    x, y, block, table, b, t, alive, pair,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    x, y, table, channels, block, b, t, alive, pair, LATE: tl.constexpr, BLOCK_H: tl.constexpr
+):
     """Rotate one block of heads, whose loads are issued before those of the tables."""
-    p, q = _load_block(x, block, b, t, alive, pair, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
-    c, s, inside = load_tables(
-        table, b, t, alive, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-        LATE,
-    )  # fmt: skip
-    _store_block(
-        p, q, c, s, x, y, block, b, t, alive, pair,
-        HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
-    )  # fmt: skip
+    p, q = _load_block(x, channels, block, b, t, alive, pair, BLOCK_H)
+    narrow = pair < channels.pairs
+    c, s, inside = load_tables(table, b, t, alive, pair, narrow, channels.wide, LATE)
+    _store_block(p, q, c, s, x, y, channels, block, b, t, alive, pair, BLOCK_H)
     if LATE:
         tl.device_assert(inside, "position outside the table")
 
 
 @triton.jit
-def _rotate_heads(
-    x, y, c, s, b, t, alive, pair,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _rotate_heads(x, y, c, s, channels, b, t, alive, pair, BLOCK_H: tl.constexpr):
     """Rotate all heads of a token, which share its table row."""
-    for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
-        p, q = _load_block(x, block, b, t, alive, pair, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
-        _store_block(
-            p, q, c, s, x, y, block, b, t, alive, pair,
-            HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
-        )  # fmt: skip
+    for block in tl.static_range((x.heads + BLOCK_H - 1) // BLOCK_H):
+        p, q = _load_block(x, channels, block, b, t, alive, pair, BLOCK_H)
+        _store_block(p, q, c, s, x, y, channels, block, b, t, alive, pair, BLOCK_H)
 
 
 @triton.jit
 def _rotate(
-    q, k, q_out, k_out, cos, sin, positions, start,
-    q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
-    rows, table_b, table_t, positions_b, positions_t, batch, length,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, INDEX: tl.constexpr,
-    BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    q, q_out, k, k_out, table, channels, batch, length,
+    INDEX: tl.constexpr, BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    LATE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # This kernel may start while the previous one runs: wait for that one's writes, and then
@@ -226,35 +197,17 @@ def _rotate(
     b = b.to(INDEX)
     t = step.to(INDEX) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = t < length
-    pair = tl.arange(0, BLOCK_P)[None, None, :]
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
-    q_in, q_to = (q, q_b, q_h, q_t), (q_out, qo_b, qo_h, qo_t)
-    k_in, k_to = (k, k_b, k_h, k_t), (k_out, ko_b, ko_h, ko_t)
+    pair = tl.arange(0, channels.block)[None, None, :]
     if SPLIT:
         block = tl.program_id(1)
-        q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+        q_blocks: tl.constexpr = (q.heads + BLOCK_H - 1) // BLOCK_H
         if block < q_blocks:
-            _rotate_block(
-                q_in, q_to, block, table, b, t, alive, pair, Q_HEADS, PAIRS, FIRST, REST,
-                COLUMN, HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE,
-                BLOCK_REST, BLOCK_H,
-            )  # fmt: skip
+            _rotate_block(q, q_out, table, channels, block, b, t, alive, pair, LATE, BLOCK_H)
         else:
-            _rotate_block(
-                k_in, k_to, block - q_blocks, table, b, t, alive, pair, K_HEADS, PAIRS, FIRST, REST,
-                COLUMN, HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE,
-                BLOCK_REST, BLOCK_H,
-            )  # fmt: skip
+            block -= q_blocks
+            _rotate_block(k, k_out, table, channels, block, b, t, alive, pair, LATE, BLOCK_H)
     else:
-        c, s, _ = load_tables(
-            table, b, t, alive, pair, pair < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED,
-            WIDE,
-        )  # fmt: skip
-        _rotate_heads(
-            q_in, q_to, c, s, b, t, alive, pair,
-            Q_HEADS, PAIRS, FIRST, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
-        )  # fmt: skip
-        _rotate_heads(
-            k_in, k_to, c, s, b, t, alive, pair,
-            K_HEADS, PAIRS, FIRST, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
-        )  # fmt: skip
+        narrow = pair < channels.pairs
+        c, s, _ = load_tables(table, b, t, alive, pair, narrow, channels.wide)
+        _rotate_heads(q, q_out, c, s, channels, b, t, alive, pair, BLOCK_H)
+        _rotate_heads(k, k_out, c, s, channels, b, t, alive, pair, BLOCK_H)
