@@ -35,7 +35,7 @@ def assert_passed(step, ptx):
     """What C passes to a kernel are its parameters: of these sizes, and two more for Triton."""
     entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
     wanted = [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)]
-    passed = [execute._SIZES.get(leaf.type, 8) for _, leaf in execute.leaves(step.arguments)]
+    passed = [size for _, size, _ in execute.described(step).parameters]
     assert [*passed, 8, 8] == wanted
 
 

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -50,7 +50,6 @@ _POINTERS = {
 # In the order of TORCH_DTYPES in native/torch.h.
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
 _DTYPES += [torch.float8_e5m2, torch.int8, torch.int32, torch.int64]
-_SIZES = {"i32": 4, "fp32": 4}
 _ALIGNED = [["tt.divisibility", 16]]
 # The kernels of this process, which Triton would keep too: one for each request, and none for a
 # length.
@@ -78,68 +77,63 @@ def target_of(device: torch.device) -> Target:
     return Target(vendor, (about.major, about.minor), about.multi_processor_count)
 
 
-class Leaf(NamedTuple):
-    """A parameter of a kernel: its type as Triton writes it, and what C passes."""
-
-    type: str
-    is_aligned: bool
-    source: int  # _TENSOR, _START or _NUMBER
-    bits: int  # the place of a tensor, or the number
-
-
+# Where a parameter of a kernel comes from, as `run_step` of native/plans.h reads it.
 _TENSOR, _START, _NUMBER = range(3)
 
 
-def leaf_of(value: Any) -> Leaf:
-    """An argument of a launch that is no tuple."""
-    if isinstance(value, Operand):
-        return Leaf(_POINTERS[value.dtype], value.is_aligned, _TENSOR, value.place)
-    if isinstance(value, float):
-        bits: int = struct.unpack("i", struct.pack("f", value))[0]
-        return Leaf("fp32", False, _NUMBER, bits)
-    if value is START:
-        return Leaf("i32", False, _START, 0)
-    number, is_multiple = value if isinstance(value, Step) else (int(value), False)
-    return Leaf("i32" if -(2**31) <= number < 2**31 else "i64", is_multiple, _NUMBER, number)
+class Described(NamedTuple):
+    """A launch as Triton and C read it."""
 
-
-def _parts(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The parts of a tuple of arguments, and their places."""
-    for i, part in enumerate(value):
-        if isinstance(part, tuple) and not isinstance(part, (Step, Constant)):
-            yield from _parts(part, (*path, i))
-        else:
-            yield (*path, i), part
-
-
-def leaves(value: Any) -> Iterator[tuple[tuple[int, ...], Leaf]]:
-    """The leaves of a tuple of arguments that are passed when the kernel runs, and their places."""
-    for path, part in _parts(value):
-        if not isinstance(part, Constant):
-            yield path, leaf_of(part)
-
-
-def _type_of(value: Any) -> Any:
-    """The type of an argument; that of a tuple is a tuple."""
-    if isinstance(value, Constant):
-        return "constexpr"
-    if isinstance(value, tuple) and not isinstance(value, Step):
-        parts = [_type_of(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return leaf_of(value).type
-
-
-def request_of(launch: Launch) -> tuple[Any, ...]:
-    """All that a kernel is compiled from: types, alignments, constants and options."""
-    kernel, names = launch.kernel, launch.kernel.arg_names
-    types = tuple([_type_of(value) for value in launch.arguments])
-    aligned = tuple([path for path, leaf in leaves(launch.arguments) if leaf.is_aligned])
+    types: list[Any]  # of arguments; that of a tuple is a tuple
+    aligned: list[tuple[int, ...]]  # places of pointers and numbers that are multiples of 16
     constants: list[tuple[tuple[int, ...], Any]]
-    constants = [((names.index(name),), value) for name, value in launch.constants.items()]
-    inside = _parts(launch.arguments)
-    constants += [(path, part.of) for path, part in inside if isinstance(part, Constant)]
+    # Where each parameter comes from, its bytes, and the place of a tensor or the number.
+    parameters: list[tuple[int, int, int]]
+
+
+def described(launch: Launch) -> Described:
+    """The types of a launch's arguments, and the parameters that they become."""
+    names = launch.kernel.arg_names
+    constants: list[Any] = [((names.index(n),), value) for n, value in launch.constants.items()]
+    found = Described([], [], constants, [])
+    found.types.extend([_describe(x, (i,), found) for i, x in enumerate(launch.arguments)])
+    return found
+
+
+def _describe(value: Any, path: tuple[int, ...], found: Described) -> Any:
+    """The type of an argument, after what else is to be known of it."""
+    kind = type(value)
+    if kind is Constant:
+        found.constants.append((path, value.of))
+        return "constexpr"
+    if kind is Operand:
+        if value.is_aligned:
+            found.aligned.append(path)
+        found.parameters.append((_TENSOR, 8, value.place))
+        return _POINTERS[value.dtype]
+    if kind is float:
+        bits: int = struct.unpack("i", struct.pack("f", value))[0]
+        found.parameters.append((_NUMBER, 4, bits))
+        return "fp32"
+    if value is START:
+        found.parameters.append((_START, 4, 0))
+        return "i32"
+    if isinstance(value, tuple) and kind is not Step:
+        parts = [_describe(part, (*path, i), found) for i, part in enumerate(value)]
+        return kind(*parts) if hasattr(value, "_fields") else tuple(parts)
+    number = int(value.value if kind is Step else value)
+    if kind is Step and value.is_multiple:
+        found.aligned.append(path)
+    is_narrow = -(2**31) <= number < 2**31
+    found.parameters.append((_NUMBER, 4 if is_narrow else 8, number))
+    return "i32" if is_narrow else "i64"
+
+
+def request_of(launch: Launch, found: Described | None = None) -> tuple[Any, ...]:
+    """All that a kernel is compiled from: types, alignments, constants and options."""
+    types, aligned, constants, _ = found or described(launch)
     options = tuple(sorted({**OPTIONS, **launch.options}.items()))
-    return kernel, types, aligned, tuple(constants), options
+    return launch.kernel, tuple(types), tuple(aligned), tuple(constants), options
 
 
 def compile_request(request: tuple[Any, ...], target: Any) -> Any:
@@ -174,9 +168,8 @@ def compile_ahead(plan: Plan, device: torch.device) -> None:
                 _compiled[key] = _compilers().submit(compile_request, request, target)
 
 
-def loaded(launch: Launch, device: torch.device) -> Any:
-    """The compiled kernel of a launch, in the memory of the current device."""
-    request = request_of(launch)
+def loaded(request: tuple[Any, ...], device: torch.device) -> Any:
+    """The compiled kernel of a request, in the memory of the current device."""
     key = request, device.index
     if (found := _compiled.get(key)) is None:
         found = Future()
@@ -230,7 +223,7 @@ def execute(plan: Plan, tensors: Sequence[Tensor | None], start: int) -> list[Te
             arguments = [given(value) for value in step.arguments]
             if like.is_cuda:
                 with torch.cuda.device(like.device):
-                    kernel = loaded(step, like.device)
+                    kernel = loaded(request_of(step), like.device)
                     triton_private.run(kernel, step.grid, (*arguments, *step.constants.values()))
             else:
                 step.kernel[step.grid](*arguments, **step.constants, **{**OPTIONS, **step.options})
@@ -255,7 +248,8 @@ def numbers_of(plan: Plan, device: torch.device) -> list[int] | None:
         found += [_DTYPES.index(x.dtype), x.dim(), *x.shape, *x.stride()]
     for step in plan.steps:
         if isinstance(step, Launch):
-            kernel = triton_private.about(loaded(step, device))
+            about = described(step)
+            kernel = triton_private.about(loaded(request_of(step, about), device))
             if kernel is None:
                 return None
             found += [
@@ -266,10 +260,9 @@ def numbers_of(plan: Plan, device: torch.device) -> list[int] | None:
                 kernel.shared,
                 kernel.overlaps,
             ]
-            parameters: list[int] = []
-            for _, leaf in leaves(step.arguments):
-                parameters += [leaf.source, _SIZES.get(leaf.type, 8), leaf.bits]
-            found += [len(parameters) // 3, *parameters]
+            found.append(len(about.parameters))
+            for parameter in about.parameters:
+                found += parameter
         elif isinstance(step, Copy):
             found += [1, step.to.place, step.source.place]
         else:

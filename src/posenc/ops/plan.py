@@ -226,6 +226,17 @@ def strides(*tensors: Operand) -> tuple[Step, ...]:
     return tuple(found)
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below ``n``, and not below one."""
+    # Triton's own takes 5 us, and so does its cdiv.
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """The number of pieces of a size."""
+    return -(-n // size)
+
+
 def layout_of(x: Tensor) -> Tensor:
     """A tensor of the meta device that lies in memory as ``x`` does."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -20,7 +20,6 @@ from posenc.ops.attention.triton.parts import (
     BEFORE,
     LN2,
     LOG2E,
-    NO_HOOKS,
     QUERIES,
     block_at,
     load_tile,
@@ -246,7 +245,7 @@ def add_few_levels(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return scores + level
 
 
-HOOKS = NO_HOOKS._replace(
+HOOKS = hooks(
     has_far_keys=True,
     has_far_queries=True,
     masks_all=True,
@@ -334,7 +333,7 @@ def _count(walks: Walks, block: int, keys: int) -> Cope:
     grid = (blocks * walks.sequences,)
     plan.launch(count_gates, grid, arguments, constants, **OPTIONS, num_warps=4)
     return Cope(
-        hooks=hooks(HOOKS),
+        hooks=HOOKS,
         levels=rows_of(levels),
         counted=counted,
         gated=gated,

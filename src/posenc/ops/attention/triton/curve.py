@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from posenc.ops.attention.triton.parts import LOG2E
-from posenc.ops.plan import Operand, Plan
+from posenc.ops.plan import Operand, Plan, cdiv, power_of_two
 
 # A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
 # segment, the knots, and the slope's change at each of them; slopes and heights in units of log2.
@@ -157,11 +157,11 @@ class Curve:
     def __init__(self, network: Operand, heads: int, reach: int, plan: Plan) -> None:
         self.network = network if network.is_contiguous() else plan.contiguous(network)
         self.plan, self.units = plan, (network.shape[0] - 2 - heads) // (2 + heads)
-        self.block = max(triton.next_power_of_2(self.units), 16)
+        self.block = max(power_of_two(self.units), 16)
         self.lines = plan.empty((heads, 4 + 4 * self.units), torch.float32)
         self.logs = plan.empty((2, reach), torch.float32)
         self.sizes = {"HEADS": heads, "UNITS": self.units, "BLOCK_U": self.block}
         plan.launch(lines_of, (heads,), (self.network, self.lines), self.sizes)
         arguments = self.network, self.logs, reach
-        grid = (triton.cdiv(reach, 1024),)
+        grid = (cdiv(reach, 1024),)
         plan.launch(logs_of, grid, arguments, {"BLOCK": 1024})

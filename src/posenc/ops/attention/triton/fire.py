@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from posenc.ops.attention.triton.curve import LINES, Curve, log1p, to_network
-from posenc.ops.attention.triton.parts import LN2, NO_HOOKS, QUERIES, number_of
+from posenc.ops.attention.triton.parts import LN2, QUERIES, number_of
 from posenc.ops.attention.triton.walks import (
     NOTHING,
     Above,
@@ -212,7 +212,7 @@ def add_few_curves(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return scores
 
 
-HOOKS = NO_HOOKS._replace(
+HOOKS = hooks(
     masks_all=True,
     keys_first=False,
     head=head_curve,
@@ -243,7 +243,7 @@ def prepare(walks: Walks) -> Prepared:
     reach = walks.q.shape[2] + walks.k.shape[2]
     found = Curve(walks.call.bias.network, walks.q.shape[1], reach, walks.plan)
     bias = Fire(
-        hooks=hooks(HOOKS),
+        hooks=HOOKS,
         lines=found.lines,
         lines_h=found.lines.stride(0),
         logs=found.logs,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from posenc.ops.attention.triton.parts import NO_HOOKS
 from posenc.ops.attention.triton.walks import Gradient, Prepared, Walks, hooks
 
 
@@ -14,9 +13,12 @@ class Nothing(NamedTuple):
     hooks: Any
 
 
+HOOKS = hooks()
+
+
 def prepare(walks: Walks) -> Prepared:
     """Nothing is prepared."""
-    return Prepared(Nothing(hooks(NO_HOOKS)), walks.number_tiles())
+    return Prepared(Nothing(HOOKS), walks.number_tiles())
 
 
 prepare_few = prepare

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -21,21 +22,23 @@ from posenc.ops.attention.triton.walks import (
 from posenc.ops.plan import Plan, Target
 
 
-def kernels_of(bias: Any) -> Any:
-    """The module that says what a bias does on a GPU: of the name of that of its fields.
+@functools.cache
+def kernels_of(kind: Any) -> Any:
+    """The module that says what a kind of bias does on a GPU: it has the name of the kind's file.
 
     ``prepare(walks)`` returns the bias as kernels get it, and ``prepare_few(walks)`` for few
     queries, or None if the walk over all keys serves these too. ``gradient_of(walks, prepared,
     above, results)`` gives it the places of its gradient.
     """
-    return importlib.import_module(type(bias).__module__.replace(".biases.", ".triton."))
+    return importlib.import_module(kind.__module__.replace(".biases.", ".triton."))
 
 
 def plan_forward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     """Make the output, the log-sum-exp, and the pruned ranges of keys of a kind that prunes."""
     plan.least, plan.most = STARTS
     out, lse, *ranges = plan.results
-    walks, kernels = walks_of(args, call, plan, target), kernels_of(call.bias)
+    kind: Any = type(call.bias)
+    walks, kernels = walks_of(args, call, plan, target), kernels_of(kind)
     if walks.is_short and (few := kernels.prepare_few(walks)) is not None:
         launch_few(walks, few.bias, out, lse)
     else:
@@ -46,11 +49,11 @@ def plan_forward(args: Any, call: Call, plan: Plan, target: Target) -> None:
 def plan_backward(args: Any, call: Call, plan: Plan, target: Target) -> None:
     """Make the gradients of q, k, v and the bias."""
     dq, dk, dv, *to_bias = plan.results
-    walks, kernels = walks_of(args, call, plan, target), kernels_of(call.bias)
+    kind: Any = type(call.bias)
+    walks, kernels = walks_of(args, call, plan, target), kernels_of(kind)
     prepared, above = kernels.prepare(walks), above_of(walks, args)
     gradient = Gradient(prepared.bias)
     if call.to_bias:
-        kind: Any = type(call.bias)
         to = dict(zip(axes_of(kind), to_bias, strict=True))
         gradient = kernels.gradient_of(walks, prepared, above, to)
     ranges = whole(plan, args.ranges) if walks.prunes else NOTHING

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.parts import KEYS, LOG2E, NO_HOOKS, number_of
+from posenc.ops.attention.triton.parts import KEYS, LOG2E, number_of
 from posenc.ops.attention.triton.walks import (
     NOTHING,
     Above,
@@ -138,7 +138,7 @@ def add_few_lines(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return products * scale - tl.abs(i[:, None] - j[None, :]).to(tl.float32) * rows.slope[:, None]
 
 
-HOOKS = NO_HOOKS._replace(
+HOOKS = hooks(
     head=head_slope,
     rows=slope_rows,
     add=add_line,
@@ -168,7 +168,7 @@ def prepare(walks: Walks) -> Prepared:
     """The slopes of a call."""
     values = walks.call.bias.values
     bias = Slopes(
-        hooks=hooks(HOOKS),
+        hooks=HOOKS,
         slopes=values,
         slopes_b=values.stride(0),
         slopes_h=values.stride(1),

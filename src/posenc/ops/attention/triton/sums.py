@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.parts import KEYS, LOG2E, NO_HOOKS, QUERIES
+from posenc.ops.attention.triton.parts import KEYS, LOG2E, QUERIES
 from posenc.ops.attention.triton.walks import (
     NOTHING,
     OPTIONS,
@@ -20,7 +20,7 @@ from posenc.ops.attention.triton.walks import (
     hooks,
     whole,
 )
-from posenc.ops.plan import Constant, Operand
+from posenc.ops.plan import Constant, Operand, cdiv
 
 # Keys that share a bound of their sums.
 CHUNK = tl.constexpr(256)
@@ -173,7 +173,7 @@ def add_few_sums(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return products * scale + ((rows.origin[:, None] - sums) * LOG2E).to(tl.float32)
 
 
-HOOKS = NO_HOOKS._replace(
+HOOKS = hooks(
     head=head_sums,
     rows=sum_rows,
     columns=sum_columns,
@@ -236,7 +236,7 @@ def prepare(walks: Walks) -> Prepared:
         arguments = values, least, sums_b, width, width
         plan.launch(least_sums, (chunks, heads, batch), arguments, {}, **OPTIONS)
     bias = Sums(
-        hooks=hooks(HOOKS),
+        hooks=HOOKS,
         sums=values,
         sums_b=sums_b,
         sums_h=width,
@@ -268,6 +268,6 @@ def gradient_of(
     columns, together = to.shape[2], batch if to.shape[0] == 1 else 1
     places = sees.starts, to, sees.start, sees.starts_b
     numbers = heads, keys, queries, columns, together
-    grid = triton.cdiv(columns, 256), heads, to.shape[0]
+    grid = cdiv(columns, 256), heads, to.shape[0]
     fold = fold_sums, grid, (by_key, by_row, *places, *numbers), {"BLOCK": 256}
     return Gradient(prepared.bias._replace(by_row=by_row, by_key=by_key), (fold,))

@@ -16,7 +16,6 @@ from posenc.ops.attention.triton.parts import (
     KEYS,
     LOG2E,
     NEAR,
-    NO_HOOKS,
     QUERIES,
     number_of,
 )
@@ -29,7 +28,7 @@ from posenc.ops.attention.triton.walks import (
     Walks,
     hooks,
 )
-from posenc.ops.plan import Constant, Operand
+from posenc.ops.plan import Constant, Operand, cdiv
 
 # Copies of a table's ends on each side of it, as many as a tile has distances.
 PAD = tl.constexpr(256)
@@ -212,7 +211,7 @@ def add_few_tables(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return products * scale + numbers.to(tl.float32) * LOG2E
 
 
-HOOKS = NO_HOOKS._replace(
+HOOKS = hooks(
     has_far_keys=True,
     has_far_queries=True,
     head=head_table,
@@ -287,7 +286,7 @@ def prepare_few(walks: Walks) -> Prepared:
     """The table of a call as it is."""
     values = walks.call.bias.values
     bias = Table(
-        hooks=hooks(HOOKS),
+        hooks=HOOKS,
         padded=values,
         padded_h=values.stride(0),
         padded_t=values.stride(1),
@@ -311,7 +310,7 @@ def prepare(walks: Walks) -> Prepared:
     size = width + 2 * PAD.value
     padded = walks.plan.empty((heads, size), torch.float32)
     arguments = values, padded, *values.stride(), width
-    grid = triton.cdiv(size, 1024), heads
+    grid = cdiv(size, 1024), heads
     walks.plan.launch(pad_table, grid, arguments, {"BLOCK": 1024}, **OPTIONS)
     found = prepare_few(walks)
     return found._replace(bias=found.bias._replace(padded=padded, padded_h=size, padded_t=1))

@@ -26,7 +26,6 @@ from posenc.ops.attention.triton.parts import (
     DIAGONAL,
     KEYS,
     NEAR,
-    NO_HOOKS,
     QUERIES,
     clip,
     load_tile,
@@ -47,7 +46,7 @@ from posenc.ops.attention.triton.walks import (
     hooks,
     rows_of,
 )
-from posenc.ops.plan import Constant, Operand, strides
+from posenc.ops.plan import Constant, Operand, cdiv, power_of_two, strides
 
 
 class Side(NamedTuple):
@@ -464,7 +463,7 @@ def add_few_vectors(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     return products * scale
 
 
-HOOKS = NO_HOOKS._replace(
+HOOKS = hooks(
     has_far_keys=True,
     has_far_queries=True,
     masks_all=True,
@@ -594,7 +593,7 @@ def prepare(walks: Walks) -> Prepared:
     at = (walks.width > 64) + (walks.width > 128) + (3 if walks.is_exact else 0)
     settings = _SETTINGS[at if at < 2 and None not in both else 2 + at]
     bias = Vectors(
-        hooks=hooks(HOOKS),
+        hooks=HOOKS,
         has_queries=Constant(found.for_queries is not None),
         has_keys=Constant(found.for_keys is not None),
         queries=_side_of(walks, found.for_queries, found.p, q),
@@ -687,9 +686,9 @@ def gradient_of(
             rows = prepared.bias.rows
             numbers = walks.call.scale, rows, walks.call.bias.zero, nearest, furthest, count
             constants = {"HEADS": heads, "TOGETHER": heads // to.shape[1], "D": width}
-            constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": block, "BLOCK": 16}
+            constants |= {"BLOCK_D": power_of_two(width), "SIZE": block, "BLOCK": 16}
             arguments = sums, ends, to, *numbers, shares, blocks, batch
-            folds.append((fold, (triton.cdiv(rows, 16), to.shape[1]), arguments, constants))
+            folds.append((fold, (cdiv(rows, 16), to.shape[1]), arguments, constants))
         sides[name] = side
     bias = prepared.bias._replace(**sides, carries=Constant(False))
     return Gradient(bias, tuple(folds), count, nearest, shares)

@@ -6,10 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from posenc.ops.attention.triton import backward, forward, parts
-from posenc.ops.plan import Constant, Operand, Plan, Target, strides
+from posenc.ops.plan import Constant, Operand, Plan, Target, power_of_two, strides
 
 LOG2E = math.log2(math.e)
 NORMS, RANGE = parts.NORMS.value, parts.RANGE.value
@@ -213,7 +212,7 @@ def launch_few(walks: Walks, bias: Any, out: Operand, lse: Operand) -> None:
         part_out = plan.empty((count, rows, v.shape[3]), torch.float32)
         part_lse = plan.empty((count, rows), torch.float32)
     constants = {
-        "M": max(16, triton.next_power_of_2(heads // kv_heads * queries)),
+        "M": max(16, power_of_two(heads // kv_heads * queries)),
         "N": walks.few_keys,
         "WHOLE": count == 1,
         "PRECISION": walks.precision,
@@ -223,7 +222,7 @@ def launch_few(walks: Walks, bias: Any, out: Operand, lse: Operand) -> None:
     options = {**OPTIONS, "num_warps": 4, "num_stages": 2}
     plan.launch(forward.split, (batch * kv_heads, count), arguments, constants, **options)
     if count > 1:
-        sizes = {"PARTS": count, "BLOCK_S": triton.next_power_of_2(count)}
+        sizes = {"PARTS": count, "BLOCK_S": power_of_two(count)}
         sizes |= {"WIDTH": v.shape[3], "BLOCK": block_of(v)}
         arguments = part_out, part_lse, out, lse, rows
         plan.launch(forward.combine, (rows,), arguments, sizes, **OPTIONS)
@@ -256,9 +255,9 @@ def launch_backward(
         walks.plan.launch(*fold, **OPTIONS)
 
 
-def hooks(of: parts.Hooks) -> parts.Hooks:
-    """Device functions and flags as parts of an aggregate."""
-    return parts.Hooks(*map(Constant, of))
+def hooks(**others: Any) -> parts.Hooks:
+    """The hooks of a bias, and the defaults of all others, as parts of an aggregate."""
+    return parts.Hooks(*map(Constant, parts.NO_HOOKS._replace(**others)))
 
 
 def whole(plan: Plan, x: Operand) -> Operand:
@@ -268,8 +267,7 @@ def whole(plan: Plan, x: Operand) -> Operand:
 
 def block_of(x: Operand) -> int:
     """The power of two that holds the channels, and is large enough for a product of matrices."""
-    block: int = max(16, triton.next_power_of_2(x.shape[3]))
-    return block
+    return max(16, 1 << (x.shape[3] - 1).bit_length())
 
 
 def rows_of(x: Operand) -> parts.Rows:

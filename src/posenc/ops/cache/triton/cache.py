@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.ops.plan import Constant, Operand, Plan, Target, strides
+from posenc.ops.plan import Constant, Operand, Plan, Target, cdiv, power_of_two, strides
 from posenc.ops.rotation.spec import FORMATS, is_of_all_heads
 from posenc.ops.rotation.triton.norm import (
     Norm,
@@ -87,7 +87,7 @@ def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
         "NATIVE": q.element_size() == 2 and target.has(9),
         "INDEX": index(q, k, v, y, cos),
         "EARLY": early,
-        "BLOCK_V": triton.next_power_of_2(v.shape[3]),
+        "BLOCK_V": power_of_two(v.shape[3]),
         "Q_BLOCK": blocks[0],
         "K_BLOCK": blocks[1],
         "V_BLOCK": blocks[2],
@@ -102,7 +102,7 @@ def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
         heads_of(q), norms[0], heads_of(y), heads_of(k), norms[1], heads_of(v), *caches, slots,
         table_of(cos, sin, rows, spec.transposed), channels_of(q, cos, spec), length,
     )  # fmt: skip
-    count = sum(triton.cdiv(x.shape[1], n) for x, n in zip((q, k, v), blocks, strict=True))
+    count = sum(cdiv(x.shape[1], n) for x, n in zip((q, k, v), blocks, strict=True))
     options = {"launch_pdl": True} if early else {}
     plan.launch(
         write_cache, (batch * length, count), arguments, constants, num_warps=warps, **options
@@ -146,10 +146,10 @@ def tile(tokens: int) -> tuple[int, int]:
 
 def _heads(x: Operand, weight: Operand | None, channels: int) -> int:
     """Heads of one program: all for a norm over all heads, else as many as ``channels`` hold."""
-    all_heads = int(triton.next_power_of_2(max(x.shape[1], 1)))
+    all_heads = power_of_two(max(x.shape[1], 1))
     if weight is not None and is_of_all_heads(weight, x):
         return all_heads
-    return min(all_heads, max(1, channels // int(triton.next_power_of_2(x.shape[3]))))
+    return min(all_heads, max(1, channels // power_of_two(x.shape[3])))
 
 
 @triton.jit

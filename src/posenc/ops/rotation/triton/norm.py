@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.plan import Constant, Operand, Plan, Target
+from posenc.ops.plan import Constant, Operand, Plan, Target, cdiv, power_of_two
 from posenc.ops.rotation.spec import Turn, heads_first, is_of_all_heads
 from posenc.ops.rotation.triton.pairs import (
     channels_of,
@@ -92,7 +92,7 @@ def plan_norm_backward(call: Any, plan: Plan, target: Target) -> None:
         for t in (plan.with_dense_rows(call.g), plan.with_dense_rows(call.x), written)
     )
     (batch, heads, length, width), block = x.shape, _heads(x, weight)
-    blocks = triton.cdiv(heads, block)
+    blocks = cdiv(heads, block)
     stride = min(batch * length, max(1, _SHARES // blocks))
     share_type = torch.promote_types(weight.dtype, torch.float32)
     count = weight.shape[0]
@@ -112,7 +112,7 @@ def plan_norm_backward(call: Any, plan: Plan, target: Target) -> None:
 def plan_sum(plan: Plan, shares: Operand, to: Operand) -> None:
     """Sum the rows of ``shares`` ``[n, ...]`` into ``to``, in order."""
     count = to.numel()
-    grid = (triton.cdiv(count, 64),)
+    grid = (cdiv(count, 64),)
     numbers = shares.shape[0], count
     constants = {"BLOCK_N": 64, "BLOCK": 64}
     plan.launch(sum_rows, grid, (shares, to, *numbers), constants, num_warps=4)
@@ -134,10 +134,10 @@ def sum_rows(shares, to, rows, count, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr
 
 def _heads(x: Operand, weight: Operand) -> int:
     """Heads of one block: all for a norm over all heads, else as many as 1024 channels hold."""
-    heads = int(triton.next_power_of_2(x.shape[1]))
+    heads = power_of_two(x.shape[1])
     if is_of_all_heads(weight, x):
         return heads
-    return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
+    return min(heads, max(1, 1024 // power_of_two(x.shape[3])))
 
 
 class Norm(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.plan import START, Constant, Operand, Plan, Step, strides
+from posenc.ops.plan import START, Constant, Operand, Plan, Step, power_of_two, strides
 from posenc.ops.rotation.spec import (
     DOUBLED_TABLES,
     Spec,
@@ -58,7 +58,7 @@ def _check_doubled(plan: Plan, cos: Operand, sin: Operand, interleaved: bool) ->
     step, to_second = (2, 1) if interleaved else (1, pairs)
     numbers = (*steps[0], *steps[1], pairs, step, to_second)
     grid = rows, cos.shape[0] if cos.dim() == 3 else 1
-    constants = {"BLOCK": triton.next_power_of_2(pairs)}
+    constants = {"BLOCK": power_of_two(pairs)}
     plan.launch(check_doubled, grid, (cos, sin, *numbers), constants)
 
 
@@ -158,8 +158,8 @@ def channels_of(x: Operand, cos: Operand, spec: Spec) -> Channels:
         spec.interleaved,
         spec.interleaved_out,
         tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32,
-        triton.next_power_of_2(pairs),
-        triton.next_power_of_2(max(rest, 1)),
+        power_of_two(pairs),
+        power_of_two(max(rest, 1)),
     )
     return Channels(*map(Constant, of))
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.plan import START, Constant, Operand, Plan, Target
+from posenc.ops.plan import START, Constant, Operand, Plan, Target, cdiv, power_of_two
 from posenc.ops.rotation.spec import rows_of
 from posenc.ops.rotation.triton.norm import plan_sum
 from posenc.ops.rotation.triton.pairs import (
@@ -57,7 +57,7 @@ def plan_polar_backward(call: Any, plan: Plan, target: Target) -> None:
     g, x = plan.with_dense_rows(call.g), plan.with_dense_rows(call.x)
     written = to_x if to_x.has_dense_rows() else plan.empty(to_x.shape, to_x.dtype)
     batch, heads, length, width = x.shape
-    blocks = triton.cdiv(heads, _tile(x, call.delta is not None, backward=True)[0])
+    blocks = cdiv(heads, _tile(x, call.delta is not None, backward=True)[0])
     programs = min(batch * length, max(1, _SHARES // blocks))
     shares = plan.empty((programs, heads, width), torch.float64)
     _launch(plan, _backward, (g, x, written, shares), call)
@@ -72,7 +72,7 @@ def _phases_in(plan: Plan, delta: Operand, x: Operand) -> Operand:
     dtype = torch.float32 if x.element_size() == 2 else torch.float64
     phases = plan.empty((2, *delta.shape), dtype)
     numbers = *delta.stride(), delta.shape[1], delta.numel()
-    grid = (triton.cdiv(delta.numel(), 256),)
+    grid = (cdiv(delta.numel(), 256),)
     plan.launch(_phases, grid, (delta, phases, *numbers), {"BLOCK": 256})
     return phases
 
@@ -82,8 +82,8 @@ def _tile(x: Operand, turned: bool, backward: bool) -> tuple[int, int]:
     channels, warps = (1024, 4) if backward else (1024, 2)
     if turned and not backward:
         channels, warps = 512, 2 if x.dtype == torch.float32 else 1
-    limit = max(1, channels // int(triton.next_power_of_2(x.shape[3])))
-    return min(limit, int(triton.next_power_of_2(x.shape[1]))), warps
+    limit = max(1, channels // power_of_two(x.shape[3]))
+    return min(limit, power_of_two(x.shape[1])), warps
 
 
 def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) -> None:
@@ -99,10 +99,10 @@ def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) ->
         "WIDE": tl.float64 if x.dtype == torch.float32 else tl.float32,
         "INDEX": index(*tensors, cos, *places),
         "BLOCK_H": block,
-        "BLOCK_D": triton.next_power_of_2(width),
+        "BLOCK_D": power_of_two(width),
     }
     programs = tensors[3].shape[0] if backward else batch * length
-    grid = programs, triton.cdiv(heads, block)
+    grid = programs, cdiv(heads, block)
     by = Constant(None) if phases is None else phases
     others = *tensors[len(strided) :], by, table_of(cos, sin, rows), batch, length
     arguments = *map(heads_of, strided), *others

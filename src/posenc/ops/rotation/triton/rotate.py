@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.ops.plan import Constant, Operand, Plan, Target
+from posenc.ops.plan import Constant, Operand, Plan, Target, cdiv, power_of_two
 from posenc.ops.rotation.spec import Turn, heads_first
 from posenc.ops.rotation.triton.pairs import (
     channels_of,
@@ -66,7 +66,7 @@ def _launch(plan: Plan, target: Target, xs: list[Operand], ys: list[Operand], tu
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], spec.interleaved, rounded)
     short, early = batch * length <= SHORT, overlaps_the_launch(q, target)
-    blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+    blocks = cdiv(q_heads, heads) + cdiv(k_heads, heads)
     table, channels = table_of(cos, sin, rows, spec.transposed), channels_of(q, cos, spec)
     if q.place == q_out.place:
         channels = channels._replace(rest=Constant(0))
@@ -86,7 +86,7 @@ def _launch(plan: Plan, target: Target, xs: list[Operand], ys: list[Operand], tu
         "BLOCK_H": heads,
         "BLOCK_T": tokens,
     }
-    grid = triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1)
+    grid = cdiv(length, tokens) * batch, blocks if split else min(blocks, 1)
     options = {"launch_pdl": True} if early else {}
     plan.launch(_rotate, grid, arguments, constants, num_warps=warps, **options)
 
@@ -104,11 +104,11 @@ def tile(
     Measured on an H200; benchmarks/README.md says how.
     """
     batch, q_heads, length, _ = q.shape
-    width = int(triton.next_power_of_2(pairs))
-    all_heads = int(triton.next_power_of_2(max(q_heads, k_heads)))
+    width = power_of_two(pairs)
+    all_heads = power_of_two(max(q_heads, k_heads))
     if length > 1 and (q_heads == 1 or q.stride(1) > q.stride(2)):
         # The tokens of a head are neighbours in memory: one step takes many tokens, and few heads.
-        tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
+        tokens = min(power_of_two(length), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
     heads = min(all_heads, max(1, 512 // width))
     if batch * length <= 256:
