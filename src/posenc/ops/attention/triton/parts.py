@@ -330,6 +330,18 @@ def number_of(block, sees):
 
 
 @triton.jit
+def sum_blocks(by_block, batch, blocks):
+    """The sum of the numbers ``(batch, owners, blocks)`` of this program's owner."""
+    sums = tl.zeros((1024,), tl.float32)
+    for chunk in range(0, batch * blocks, 1024):
+        n = chunk + tl.arange(0, 1024)
+        sequence = (n // blocks).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        at = by_block + sequence * blocks + n % blocks
+        sums += tl.load(at, mask=n < batch * blocks, other=0.0)
+    return tl.sum(sums)
+
+
+@triton.jit
 def tile_at(block, sees, j0, N: tl.constexpr, MASKED: tl.constexpr):
     """The tile of a block of queries and of the keys from ``j0`` on."""
     j = j0 + tl.arange(0, N)

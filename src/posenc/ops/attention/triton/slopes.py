@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posenc.ops.attention.triton.parts import KEYS, LOG2E, number_of
+from posenc.ops.attention.triton.parts import KEYS, LOG2E, number_of, sum_blocks
 from posenc.ops.attention.triton.walks import (
     NOTHING,
     Above,
@@ -155,13 +155,8 @@ HOOKS = hooks(
 @triton.jit
 def fold_blocks(by_block, to, batch, blocks):
     """The gradient of a slope: the sum of its parts, ``(batch, owners, blocks)``."""
-    sums = tl.zeros((1024,), tl.float32)
-    for chunk in range(0, batch * blocks, 1024):
-        n = chunk + tl.arange(0, 1024)
-        sequence = (n // blocks).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        at = by_block + sequence * blocks + n % blocks
-        sums += tl.load(at, mask=n < batch * blocks, other=0.0)
-    tl.store(to + tl.program_id(0), tl.sum(sums).to(to.dtype.element_ty))
+    total = sum_blocks(by_block, batch, blocks)
+    tl.store(to + tl.program_id(0), total.to(to.dtype.element_ty))
 
 
 def prepare(walks: Walks) -> Prepared:

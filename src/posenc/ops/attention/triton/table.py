@@ -18,6 +18,7 @@ from posenc.ops.attention.triton.parts import (
     NEAR,
     QUERIES,
     number_of,
+    sum_blocks,
 )
 from posenc.ops.attention.triton.walks import (
     NOTHING,
@@ -237,18 +238,6 @@ def pad_table(values, padded, values_h, values_t, width, BLOCK: tl.constexpr):
     numbers = tl.load(values + h * values_h + column.to(tl.int64) * values_t).to(tl.float32)
     size = width + 2 * PAD
     tl.store(padded + h * size + at, numbers * LOG2E, mask=at < size)
-
-
-@triton.jit
-def sum_blocks(by_block, batch, blocks):
-    """The sum of a head's numbers in ``by_block``, ``(batch, heads, blocks)``."""
-    sums = tl.zeros((1024,), tl.float32)
-    for chunk in range(0, batch * blocks, 1024):
-        n = chunk + tl.arange(0, 1024)
-        sequence = (n // blocks).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        at = by_block + sequence * blocks + n % blocks
-        sums += tl.load(at, mask=n < batch * blocks, other=0.0)
-    return tl.sum(sums)
 
 
 @triton.jit
