@@ -448,3 +448,11 @@ def test_kernels_have_few_parameters():
                     found[module.name, name] = len(value.arg_names)
     assert len(found) > 100
     assert max(found.values()) <= 24, {name: n for name, n in found.items() if n > 24}
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_attention_makes_nothing_for_each_query_and_tile(kind):
+    """Without a gradient: that would be a matrix again, for long sequences."""
+    plan = plan_for(*attention(length=4096, kind=kind))
+    made = [x.numel() for x in plan.made[len(plan.results) :]]
+    assert max(made, default=0) < 4 * 4096 * 4096 // 64

@@ -5,6 +5,9 @@ counts, before any walk, from the query's own tile backwards, until all queries 
 counted to the last position; earlier tiles have the level of that one, and no gate is needed. The
 walks then take tiles in any order, and the gradient of a gate is the sum of those of the positions
 of its key and of earlier ones.
+
+A number for each query and tile is kept for a backward pass, and for few queries. `forward` takes
+the gates of its tiles, which it visits in order, from a query's sum of all of them instead.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Cope(NamedTuple):
 
     hooks: Any
     levels: Any  # Rows
-    counted: Any  # (B, H, tiles, Q); only tiles with gates are written
+    totals: Any  # of gates of each query, (B, H, Q)
+    counted: Any  # (B, H, tiles, Q), or None; only tiles with gates are written
     gated: Any  # the first of these of each block of queries, and the one after, (B, H, blocks, 2)
     passed: Any  # sums of positions' gradients of tiles before, as `counted`, or None
     to_levels: Any  # Rows, or None
@@ -62,9 +66,10 @@ class Cope(NamedTuple):
 
 
 class CopeRows(NamedTuple):
-    """The levels of queries, where the first tile was counted, and the tiles with gates."""
+    """The levels of queries, their gates, where the first tile was counted, the gated tiles."""
 
     levels: Any
+    total: Any
     at: Any
     present: Any
     begin: Any
@@ -94,8 +99,12 @@ def cope_rows(bias, head, sees, block, q):
     gated = bias.gated + 2 * number_of(block, sees)
     tiles = (sees.keys + bias.block - 1) // bias.block
     at = (block.b * sees.heads + block.h) * tiles * sees.queries + block.rows
+    total = ()
+    if bias.counted is None:
+        of_head = (block.b * sees.heads + block.h) * sees.queries
+        total = tl.load(bias.totals + of_head + block.rows, mask=block.present, other=0.0)
     begin = tl.load(gated)
-    return CopeRows(levels.to(tl.float32), at, block.present, begin, tl.load(gated + 1))
+    return CopeRows(levels.to(tl.float32), total, at, block.present, begin, tl.load(gated + 1))
 
 
 @triton.jit
@@ -137,9 +146,13 @@ def last_level(levels, LAST: tl.constexpr):
 
 
 @triton.jit
-def gated_levels(scores, seen, counts, levels, LAST: tl.constexpr):
-    """The levels at the positions of a tile, and its gates, in units of log2."""
-    gates = tl.where(seen, tl.sigmoid(scores * LN2), 0.0)
+def gates_of(scores, seen):
+    return tl.where(seen, tl.sigmoid(scores * LN2), 0.0)
+
+
+@triton.jit
+def gated_levels(gates, counts, levels, LAST: tl.constexpr):
+    """The levels at the positions of a tile, in units of log2, and what their gradient needs."""
     places = tl.minimum(counts[:, None] + tl.cumsum(gates, 1, reverse=True), LAST * 1.0)
     below = tl.floor(places).to(tl.int32)
     left = tl.gather(levels, below, 1)
@@ -157,11 +170,29 @@ def add_levels(
     if PLACE == BEFORE:
         scores += (last_level(rows.levels, bias.last) * LOG2E)[:, None]
     else:
-        at, has_gates = place_of(rows, bias, tile.j0 // bias.block)
-        counts = tl.load(bias.counted + at, mask=has_gates, other=bias.last * 1.0)
-        level, kept = gated_levels(scores, tile.seen, counts, rows.levels, bias.last)
+        gates = gates_of(scores, tile.seen)
+        if bias.counted is None:
+            state -= tl.sum(gates, 1)
+            # Of the last tile, but for rounding, it is zero.
+            counts = tl.maximum(state, 0.0)
+        else:
+            at, has_gates = place_of(rows, bias, tile.j0 // bias.block)
+            counts = tl.load(bias.counted + at, mask=has_gates, other=bias.last * 1.0)
+        level, kept = gated_levels(gates, counts, rows.levels, bias.last)
         scores += level
     return scores, state, kept
+
+
+@triton.jit
+def begin_levels(
+    bias, head, own, i0, j0,
+    M: tl.constexpr, N: tl.constexpr, PLACE: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """The gates of a block's tiles from the first one with gates on."""
+    state = ()
+    if bias.counted is None and PLACE != BEFORE:
+        state = own.total
+    return state
 
 
 @triton.jit
@@ -230,7 +261,7 @@ def few_levels(bias, sees, b, h, i):
     tiles = (sees.keys + bias.block - 1) // bias.block
     present = t < sees.queries
     at = sequence * tiles * sees.queries + t
-    return CopeRows(levels.to(tl.float32), at, present, tl.load(gated), tl.load(gated + 1))
+    return CopeRows(levels.to(tl.float32), (), at, present, tl.load(gated), tl.load(gated + 1))
 
 
 @triton.jit
@@ -241,7 +272,7 @@ def add_few_levels(products, rows, bias, sees, b, h, i, j, k, seen, scale):
     if n >= tl.min(rows.begin):
         at, has_gates = place_of(rows, bias, n)
         counts = tl.load(bias.counted + at, mask=has_gates, other=bias.last * 1.0)
-        level, _ = gated_levels(scores, seen, counts, rows.levels, bias.last)
+        level, _ = gated_levels(gates_of(scores, seen), counts, rows.levels, bias.last)
     return scores + level
 
 
@@ -254,6 +285,7 @@ HOOKS = hooks(
     columns=cope_columns,
     spans=gated_tiles,
     query_spans=gated_blocks,
+    begin=begin_levels,
     add=add_levels,
     open=open_levels,
     to_scores=add_gates,
@@ -265,15 +297,15 @@ HOOKS = hooks(
 
 @triton.jit
 def count_gates(
-    q, k, counted, gated, sees, scale, LAST: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, totals, counted, gated, sees, scale,
+    LAST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """How far each query has counted before each tile of keys, until all of a block have."""
     b, h, row0 = program_of(sees, M)
     block = block_at(sees, b, h, start_of(sees, b), row0, M)
     query = load_tile(q, b, h, row0, sees.queries, M, True)
     tiles = (sees.keys + N - 1) // N
-    to = counted + (b * sees.heads + h) * tiles * sees.queries + block.rows
+    sequence = b * sees.heads + h
     begin, end = tiles_of(block, N)
     counts = tl.zeros((M,), tl.float32)
     n = end - 1
@@ -282,10 +314,12 @@ def count_gates(
         key = load_tile(k, b, h // sees.group, n * N, sees.keys, N, True)
         scores = tl.dot(query, key.T, input_precision=PRECISION) * scale
         tile = tile_at(block, sees, n * N, N, True)
-        tl.store(to + sees.queries.to(tl.int64) * n, counts, mask=block.present)
-        gates = tl.where(tile.seen, tl.sigmoid(scores * LN2), 0.0)
-        counts += tl.sum(gates, 1)
+        if counted is not None:
+            to = counted + (sequence * tiles + n) * sees.queries + block.rows
+            tl.store(to, counts, mask=block.present)
+        counts += tl.sum(gates_of(scores, tile.seen), 1)
         n -= 1
+    tl.store(totals + sequence * sees.queries + block.rows, counts, mask=block.present)
     to = gated + 2 * number_of(block, sees)
     tl.store(to, n + 1)
     tl.store(to + 1, end)
@@ -310,31 +344,34 @@ def prepare(walks: Walks) -> Prepared:
     at = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
     block, settings = TILES[at]
     tiles = Tiles(*[(block, block, *of_walk) for of_walk in (*settings, (4, 1))])
-    return Prepared(_count(walks, block, block), tiles)
+    return Prepared(_count(walks, block, block, walks.is_backward), tiles)
 
 
 def prepare_few(walks: Walks) -> Prepared:
     """Count the gates of few queries."""
     tiles = Tiles(*[(0, 0, 0, 0)] * 4)
-    return Prepared(_count(walks, FEW.value, walks.few_keys), tiles)
+    return Prepared(_count(walks, FEW.value, walks.few_keys, True), tiles)
 
 
-def _count(walks: Walks, block: int, keys: int) -> Cope:
-    """What blocks of queries counted before tiles of keys."""
+def _count(walks: Walks, block: int, keys: int, each: bool) -> Cope:
+    """What blocks of queries counted, also before ``each`` tile of keys."""
     plan, q, k = walks.plan, walks.q, walks.k
     levels = plan.with_dense_rows(walks.call.bias.levels)
     (batch, heads, queries, _), last = q.shape, levels.shape[3] - 1
     blocks = -(-queries // block)
-    counted = plan.empty((batch, heads, -(-k.shape[2] // keys), queries), torch.float32)
+    totals, counted = plan.empty((batch, heads, queries), torch.float32), NOTHING
+    if each:
+        counted = plan.empty((batch, heads, -(-k.shape[2] // keys), queries), torch.float32)
     gated = plan.empty((batch, heads, blocks, 2), torch.int32)
     constants = {"LAST": last, "M": block, "N": keys, "PRECISION": walks.precision}
     scale = walks.call.scale * LOG2E.value
-    arguments = rows_of(q), rows_of(k), counted, gated, walks.sees, scale
+    arguments = rows_of(q), rows_of(k), totals, counted, gated, walks.sees, scale
     grid = (blocks * walks.sequences,)
     plan.launch(count_gates, grid, arguments, constants, **OPTIONS, num_warps=4)
     return Cope(
         hooks=HOOKS,
         levels=rows_of(levels),
+        totals=totals,
         counted=counted,
         gated=gated,
         passed=NOTHING,

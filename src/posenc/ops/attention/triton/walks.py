@@ -53,6 +53,7 @@ class Walks(NamedTuple):
     v: Operand
     call: Any
     sees: parts.Sees
+    is_backward: bool
 
     @property
     def is_exact(self) -> bool:
@@ -168,7 +169,7 @@ def walks_of(args: Any, call: Any, plan: Plan, target: Target) -> Walks:
         # Without pruning, the ranges of keys need not be documents.
         is_narrow=Constant(first is not None and call.prune),
     )
-    return Walks(plan, target, q, k, v, call, sees)
+    return Walks(plan, target, q, k, v, call, sees, "g" in args._fields)
 
 
 def above_of(walks: Walks, args: Any) -> Above:
