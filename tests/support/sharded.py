@@ -120,7 +120,10 @@ def biased_attention(mesh, ways):
     how = {"scale": 0.3, "causal": True, "prune": True}
     is_seen = (torch.arange(4 * 24).view(4, 24) % 7 != 3).byte()
     for padding in (None, is_seen, is_seen[:1]):
-        got = attend_last(*spread, sums, **how, padding=padding)[0].full_tensor()
+        of_ranks = padding
+        if padding is is_seen:
+            of_ranks = distribute_tensor(padding, mesh, [Shard(0), *[R] * (mesh.ndim - 1)])
+        got = attend_last(*spread, sums, **how, padding=of_ranks)[0].full_tensor()
         wanted = attend_last(q, k, v, sums, **how, padding=padding)[0]
         assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="k must be a DTensor, as q is, got Tensor"):

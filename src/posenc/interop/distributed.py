@@ -133,6 +133,7 @@ def _attend(
         group_of_ranks = q.device_mesh.get_group(ring_dim)
         y, lse = ring.attend(who, local, k, v, bias, group=group_of_ranks, **options)
     elif padding is not None:
+        padding = padding.full_tensor() if isinstance(padding, DTensor) else padding
         padding = padding[batch.start : batch.stop] if len(padding) > 1 else padding
         y, lse = biased.attend_last(local, k, v, bias, padding=padding, **options)
     else:

@@ -44,7 +44,7 @@ from posenc.ops.attention.triton.walks import (
     hooks,
     rows_of,
 )
-from posenc.ops.plan import Constant, Operand
+from posenc.ops.plan import Constant, Operand, cdiv
 
 # Queries of a block that count together, where there are few.
 FEW = tl.constexpr(16)
@@ -135,7 +135,8 @@ def gated_blocks(bias, columns, start, j0, begin, end, M: tl.constexpr, N: tl.co
 @triton.jit
 def place_of(rows, bias, n):
     """Where sums of a tile are, and whether it has gates: there are none if not."""
-    has_gates = rows.present & (n >= rows.begin) & (n < rows.end)
+    number = tl.zeros_like(rows.at) + n
+    has_gates = rows.present & (number >= rows.begin) & (number < rows.end)
     return rows.at + bias.queries.to(tl.int64) * n, has_gates
 
 
@@ -358,10 +359,10 @@ def _count(walks: Walks, block: int, keys: int, each: bool) -> Cope:
     plan, q, k = walks.plan, walks.q, walks.k
     levels = plan.with_dense_rows(walks.call.bias.levels)
     (batch, heads, queries, _), last = q.shape, levels.shape[3] - 1
-    blocks = -(-queries // block)
+    blocks = cdiv(queries, block)
     totals, counted = plan.empty((batch, heads, queries), torch.float32), NOTHING
     if each:
-        counted = plan.empty((batch, heads, -(-k.shape[2] // keys), queries), torch.float32)
+        counted = plan.empty((batch, heads, cdiv(k.shape[2], keys), queries), torch.float32)
     gated = plan.empty((batch, heads, blocks, 2), torch.int32)
     constants = {"LAST": last, "M": block, "N": keys, "PRECISION": walks.precision}
     scale = walks.call.scale * LOG2E.value

@@ -229,7 +229,7 @@ def prepare(walks: Walks) -> Prepared:
     """The sums of a call."""
     plan, values = walks.plan, whole(walks.plan, walks.call.bias.values)
     batch, heads, width = values.shape
-    chunks, least = -(-width // CHUNK.value), NOTHING
+    chunks, least = cdiv(width, CHUNK.value), NOTHING
     sums_b = 0 if batch == 1 else heads * width
     if walks.prunes:
         least = plan.empty((batch, heads, chunks), torch.float64)

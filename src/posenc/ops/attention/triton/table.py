@@ -313,7 +313,7 @@ def gradient_of(
     to, zero = results["values"], call.bias.zero
     width, block = to.shape[1], prepared.tiles.to_bias[0]
     nearest, furthest, has_beyond = _distances(walks, width)
-    diagonals = -(-(furthest - nearest) // block) + 1 if nearest <= furthest else 0
+    diagonals = cdiv(furthest - nearest, block) + 1 if nearest <= furthest else 0
     blocks = walks.blocks(prepared.tiles.to_queries)
     shape = batch, heads, blocks
     beyond = plan.empty(shape, torch.float32) if has_beyond else NOTHING

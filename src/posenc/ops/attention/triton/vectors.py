@@ -5,7 +5,7 @@ clipped to the rows of E and F. A tile has as many queries as keys. A row of it 
 distances, so the products are computed in the order of distances modulo this number, and `roll`
 shifts each row cyclically, by one place more than the row before. `near` are then the columns
 whose distance is that of the tile plus the column; the distances of the others are one block less,
-and near in the next tile: a walk that owns the rows carries their products there.
+and near in the next tile, to which `forward` carries their products, if it has registers for them.
 
 Where all distances of a tile are past an end, one vector serves the tile, and `at_ends` has
 computed the products with it.
@@ -99,12 +99,6 @@ class Own(NamedTuple):
     x: Any
     ends: Any
     inside: Any
-
-
-class Carried(NamedTuple):
-    """Products with the vectors that the next tile has near, ``[owned, distances]``."""
-
-    products: Any
 
 
 class Collected(NamedTuple):
@@ -216,11 +210,10 @@ def begin_vectors(
     bias, head, own, i0, j0,
     M: tl.constexpr, N: tl.constexpr, PLACE: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
+    """Products with the vectors that the first tile has near, ``[queries, distances]``."""
     state = ()
-    if PLACE != NEAR:
-        pass
-    elif WALK == QUERIES and bias.has_queries and bias.carries:
-        state = Carried(products_of(own.x, own.head, bias.queries, bias, i0 - j0, 1, N))
+    if PLACE == NEAR and WALK == QUERIES and bias.has_queries and bias.carries:
+        state = products_of(own.x, own.head, bias.queries, bias, i0 - j0, 1, N)
     return state
 
 
@@ -243,13 +236,13 @@ def add_vectors(
     else:
         if bias.has_queries:
             if WALK == QUERIES and bias.carries:
-                near = state.products
+                near = state
             else:
                 near = products_of(rows.x, rows.head, bias.queries, bias, distance, 1, N)
             others = products_of(rows.x, rows.head, bias.queries, bias, distance - N, 1, N)
             scores += roll(tl.where(is_near(N), near, others), N)
             if WALK == QUERIES and bias.carries:
-                state = Carried(others)
+                state = others
         if bias.has_keys:
             near_keys = products_of(columns.x, columns.head, bias.keys, bias, distance, -1, N)
             others_keys = products_of(columns.x, columns.head, bias.keys, bias, distance + N, -1, N)
@@ -626,7 +619,7 @@ def prepare_few(walks: Walks) -> Prepared | None:
     rows = prepared.bias.rows
     few = walks.plan.empty((*q.shape[:3], rows), torch.float32)
     constants = {"HEADS": q.shape[1], "M": 16, "N": 64, "PRECISION": walks.precision}
-    grid = -(-q.shape[2] // 16) * walks.sequences, -(-rows // 64)
+    grid = cdiv(q.shape[2], 16) * walks.sequences, cdiv(rows, 64)
     arguments = rows_of(own), side.vectors, few, side.step, side.vectors_h, q.shape[2], rows
     walks.plan.launch(with_all, grid, arguments, constants, **OPTIONS, num_warps=4)
     return prepared._replace(bias=prepared.bias._replace(queries=side._replace(few=few)))
@@ -642,7 +635,7 @@ def _side_of(walks: Walks, found: Operand | None, x: Operand | None, like: Opera
     ends = plan.empty((2, own.shape[0], heads, count), torch.float32)
     block = max(4096 // block_of(own), 16)
     constants = {"HEADS": heads, "GROUP": heads // own.shape[1], "BLOCK": block}
-    grid = (-(-count // block) * own.shape[0] * heads,)
+    grid = (cdiv(count, block) * own.shape[0] * heads,)
     step, head = strides(found)[:2]
     arguments = rows_of(own), found, ends, step, head, count, len(found)
     plan.launch(at_ends, grid, arguments, constants, **OPTIONS, num_warps=4)
@@ -667,7 +660,7 @@ def gradient_of(
     (batch, heads, queries, width), tiles = walks.q.shape, prepared.tiles
     nearest, furthest = _distances(walks, prepared.bias.rows)
     block = tiles.to_bias[0]
-    count = 0 if furthest < nearest else -(-(furthest - nearest) // block) + 1
+    count = 0 if furthest < nearest else cdiv(furthest - nearest, block) + 1
     # Short diagonals have parts, so that all processors have work.
     shares = max(min(256 // max(count * heads, 1), queries // (4 * block)), 1)
     sides: dict[str, Any] = {}
@@ -678,7 +671,7 @@ def gradient_of(
     ):
         side = getattr(prepared.bias, name)
         if side is not NOTHING:
-            blocks = -(-side.count // size)
+            blocks = cdiv(side.count, size)
             ends = walks.plan.empty((2, batch * heads, blocks, width), torch.float32)
             sums = walks.plan.empty((shares * heads, count, 2 * block, width), torch.float32)
             place = NOTHING if side.x is NOTHING else rows_of(to_x)

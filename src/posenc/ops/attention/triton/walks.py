@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from posenc.ops.attention.triton import backward, forward, parts
-from posenc.ops.plan import Constant, Operand, Plan, Target, power_of_two, strides
+from posenc.ops.plan import Constant, Operand, Plan, Target, cdiv, power_of_two, strides
 
 LOG2E = math.log2(math.e)
 NORMS, RANGE = parts.NORMS.value, parts.RANGE.value
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
 # For numbers of distances, measured on an H200: of halves in heads up to 64, up to 128 and wider,
 # then of float32 in heads up to 128 and wider.
-NUMBERS = (
+TILES = (
     Tiles((64, 128, 4, 2), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 8, 3)),
     Tiles((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 8, 3)),
     Tiles((128, 32, 8, 2), (64, 32, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1)),
@@ -97,12 +97,12 @@ class Walks(NamedTuple):
     def number_tiles(self) -> Tiles:
         """The tiles for a number for each distance."""
         if self.is_exact:
-            return NUMBERS[3 if self.width <= 128 else 4]
-        return NUMBERS[(self.width > 64) + (self.width > 128)]
+            return TILES[3 if self.width <= 128 else 4]
+        return TILES[(self.width > 64) + (self.width > 128)]
 
     def blocks(self, tile: Tile) -> int:
         """Blocks of queries of a head."""
-        return -(-self.q.shape[2] // tile[0])
+        return cdiv(self.q.shape[2], tile[0])
 
     def launch(self, kernel: Any, tile: Tile, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch a walk."""
@@ -188,7 +188,7 @@ def launch_forward(
     prune = parts.Prune(NOTHING, NOTHING, 0.0)
     if ranges is not None:
         (batch, heads), keys = k.shape[:2], k.shape[2]
-        norms = plan.empty((batch, heads, -(-keys // NORMS)), torch.float32)
+        norms = plan.empty((batch, heads, cdiv(keys, NORMS)), torch.float32)
         grid = batch * heads, norms.shape[2]
         arguments = rows_of(k), norms, keys
         plan.launch(forward.longest_keys, grid, arguments, {"KV_HEADS": heads}, **OPTIONS)
@@ -206,8 +206,8 @@ def launch_few(walks: Walks, bias: Any, out: Operand, lse: Operand) -> None:
     plan, q, k, v = walks.plan, walks.q, walks.k, walks.v
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     rows = batch * heads * queries
-    wanted = -(-2 * walks.target.processors // (batch * kv_heads))
-    count = max(1, min(wanted, 64, -(-keys // 128)))
+    wanted = cdiv(2 * walks.target.processors, batch * kv_heads)
+    count = max(1, min(wanted, 64, cdiv(keys, 128)))
     part_out, part_lse = out, lse
     if count > 1:
         part_out = plan.empty((count, rows, v.shape[3]), torch.float32)
@@ -243,7 +243,7 @@ def launch_backward(
     tensors = (*map(rows_of, (q, k, v, g, above.out, dq)), lse, above.g_lse)
     walks.launch(backward.to_queries, tiles.to_queries, grid, *tensors, *others)
 
-    grid = (-(-k.shape[2] // tiles.to_keys[1]) * k.shape[0] * kv_heads,)
+    grid = (cdiv(k.shape[2], tiles.to_keys[1]) * k.shape[0] * kv_heads,)
     tensors = (*map(rows_of, (q, k, v, g, dk, dv)), lse)
     walks.launch(backward.to_keys, tiles.to_keys, grid, *tensors, *others)
 
@@ -268,7 +268,7 @@ def whole(plan: Plan, x: Operand) -> Operand:
 
 def block_of(x: Operand) -> int:
     """The power of two that holds the channels, and is large enough for a product of matrices."""
-    return max(16, 1 << (x.shape[3] - 1).bit_length())
+    return max(16, power_of_two(x.shape[3]))
 
 
 def rows_of(x: Operand) -> parts.Rows:
